@@ -1,0 +1,47 @@
+"""Train on the metric you report: rank-based losses for retrieval, with batches as large as the metric needs."""
+
+from rankgrad.losses.memory import EmbeddingMemory, ScoreMemory
+from rankgrad.losses.multiclass import MulticlassRankLoss
+from rankgrad.losses.objectives import (
+    NDCG,
+    AveragePrecision,
+    LogLogRecall,
+    LogRecall,
+    PrecisionAtK,
+    RecallAtK,
+    ReciprocalRank,
+    WeightedRecall,
+)
+from rankgrad.losses.presets import FastAPLoss, RamboAPLoss, RamboRecallLoss, RecallAtKLoss, SmoothAPLoss
+from rankgrad.losses.rank_loss import RankLoss
+from rankgrad.losses.simix import SiMix
+from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Sigmoid
+from rankgrad.ops.ranks import Ranks
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NDCG",
+    "AveragePrecision",
+    "Blackbox",
+    "EmbeddingMemory",
+    "Exact",
+    "FastAPLoss",
+    "Histogram",
+    "LogLogRecall",
+    "LogRecall",
+    "MulticlassRankLoss",
+    "PrecisionAtK",
+    "RamboAPLoss",
+    "RamboRecallLoss",
+    "RankLoss",
+    "Ranks",
+    "RecallAtK",
+    "RecallAtKLoss",
+    "ReciprocalRank",
+    "ScoreMemory",
+    "SiMix",
+    "Sigmoid",
+    "SmoothAPLoss",
+    "WeightedRecall",
+]

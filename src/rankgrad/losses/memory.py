@@ -1,0 +1,82 @@
+"""Longer lists from past batches: more candidates to rank against, no gradient to them.
+
+Both memories are part of `state_dict`, so that a resumed run ranks against what the stopped one would have.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankgrad._checks import check_count, shape_of
+from rankgrad.losses.rank_loss import RankLoss
+
+
+class _Memory(nn.Module):
+    """Pairs of tensors of the last `size` calls, oldest first. Calls in evaluation mode are not remembered."""
+
+    def __init__(self, loss: RankLoss, size: int) -> None:
+        super().__init__()
+        caller = type(self).__name__
+        if not isinstance(loss, RankLoss):
+            raise TypeError(f"{caller}: loss must be a RankLoss, got {type(loss).__name__}")
+        check_count(size, name="size", caller=caller, least=0)
+        self.loss, self.size = loss, size
+        self.past: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def used_queries(self) -> Tensor:
+        return self.loss.used_queries
+
+    def reset(self) -> None:
+        self.past = []
+
+    def _remember(self, first: Tensor, second: Tensor) -> None:
+        if self.training and self.size:
+            self.past = [*self.past, (first.detach().clone(), second.detach().clone())][-self.size :]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"past": [list(pair) for pair in self.past]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.past = [tuple(pair) for pair in state["past"]][-self.size :] if self.size else []
+
+
+class EmbeddingMemory(_Memory):
+    """`loss` of a batch ranked against itself and the embeddings of the last `size` batches.
+
+    Lists are as long as they look: with b items in the batch and k in memory each has b - 1 + k candidates, and a `Blackbox`
+    ranker normalises by that length. The memory holds what earlier weights produced; the faster the model
+    moves, the smaller `size` should be.
+    """
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        if self.past and embeddings.ndim == 2 and self.past[0][0].shape[1] != embeddings.shape[1]:
+            held = self.past[0][0].shape[1]
+            raise ValueError(f"EmbeddingMemory: embeddings must have the {held} dimensions of those in memory, got {embeddings.shape[1]}")
+        if self.past:
+            ref_emb = torch.cat((embeddings, *(e.to(embeddings) for e, _ in self.past)))
+            ref_labels = torch.cat((labels, *(l.to(labels) for _, l in self.past)))
+            own = torch.arange(len(labels), device=labels.device)
+            value = self.loss(embeddings, labels, ref_emb, ref_labels, self_index=own)
+        else:
+            value = self.loss(embeddings, labels)
+        self._remember(embeddings, labels)
+        return value
+
+
+class ScoreMemory(_Memory):
+    """`loss` of score lists lengthened by the scores of the last `size` calls (RaMBO section 4.3).
+
+    Row q of each call continues row q of the calls before: the rows are the same lists over time, such as the classes of a
+    detector, and the columns are new items. Calls may have different numbers of columns.
+    """
+
+    def from_scores(self, scores: Tensor, relevance: Tensor) -> Tensor:
+        if self.past and scores.ndim == 2 and self.past[0][0].shape[0] != scores.shape[0]:
+            held = self.past[0][0].shape[0]
+            raise ValueError(f"ScoreMemory: scores must have the {held} rows of those in memory, got shape {shape_of(scores)}")
+        all_scores = torch.cat((scores, *(s.to(scores) for s, _ in self.past)), dim=-1)
+        value = self.loss.from_scores(all_scores, torch.cat((relevance, *(r.to(relevance) for _, r in self.past)), dim=-1))
+        self._remember(scores, relevance)
+        return value

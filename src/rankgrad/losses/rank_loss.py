@@ -1,0 +1,212 @@
+"""The general form of every loss here: scores x ranker x objective."""
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rankgrad._checks import check_choice, check_embeddings, check_finite, check_floating, check_labels, check_tensor, shape_of
+from rankgrad.ops import reference
+from rankgrad.ops.doors import EmbeddingDoor, Layout, MixedRows, Rows, ScoreDoor
+from rankgrad.ops.engine import Objective, Plan, rank_losses
+from rankgrad.ops.lists import LabelLists, ScoreLists
+from rankgrad.ops.rankers import Blackbox, Ranker
+
+Reduction = Literal["mean", "none"]
+EmptyQuery = Literal["skip", "zero", "error"]
+Backend = Literal["auto", "tiled", "reference"]
+
+
+class RankLoss(nn.Module):
+    """A differentiable rank metric: `ranker` makes ranks of scores, `objective` makes a loss of ranks.
+
+        loss = RankLoss(Sigmoid(0.01), AveragePrecision())
+        loss(embeddings, labels)                          every item is a query against the rest of the batch
+        loss(embeddings, labels, ref_emb, ref_labels)     queries against references
+        loss.from_scores(scores, relevance)               lists of scores that exist already
+
+    Labels may come in any order with any number of items per class; a candidate is relevant if it has the query's label.
+    Nothing of size queries x candidates is kept, in forward or backward: memory is O(items x dimensions + relevant pairs).
+
+    Args:
+        ranker: `Exact()`, `Sigmoid(tau)`, `Blackbox(lam, margin)`, `Histogram(bins)`.
+        objective: one of this package, or any function from `Ranks` of B queries to B losses.
+        normalize: L2-normalise embeddings first, so that scores are cosines.
+        reduction: "mean" over the queries that count, or "none" for one loss per query in the order of the queries.
+        empty_query: a query without relevant candidates leaves the mean ("skip"), enters it with loss 0 ("zero"), or
+            raises ("error", which waits for the device). With reduction "none" its loss is 0.
+        backend: "tiled" (plain torch, any device), "reference" (the definition, slow, float64), or "auto".
+        validate: check tensor contents too (finite embeddings and scores, relevance not negative), which waits for the device.
+
+    After a call `used_queries` holds how many queries had something to find, as a tensor that nobody has waited for.
+    """
+
+    used_queries: Tensor
+
+    def __init__(
+        self,
+        ranker: Ranker,
+        objective: Objective,
+        *,
+        normalize: bool = True,
+        reduction: Reduction = "mean",
+        empty_query: EmptyQuery = "skip",
+        backend: Backend = "auto",
+        validate: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(ranker, Ranker):
+            raise TypeError(f"{self.name}: ranker must be a Ranker such as Sigmoid(0.01), got {ranker!r}")
+        if not callable(objective) or isinstance(objective, type):
+            raise TypeError(f"{self.name}: objective must be a function of Ranks such as AveragePrecision(), got {objective!r}")
+        check_choice(reduction, ("mean", "none"), name="reduction", caller=self.name)
+        check_choice(empty_query, ("skip", "zero", "error"), name="empty_query", caller=self.name)
+        check_choice(backend, ("auto", "tiled", "reference"), name="backend", caller=self.name)
+        self.ranker, self.objective = ranker, objective
+        self.normalize, self.reduction, self.empty_query = normalize, reduction, empty_query
+        self.backend, self.validate = backend, validate
+        self.own_is_ranked = False
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    def extra_repr(self) -> str:
+        return f"{self.ranker}, {self.objective}, normalize={self.normalize}, reduction={self.reduction!r}"
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+        *,
+        self_index: Tensor | None = None,
+    ) -> Tensor:
+        """Loss of embeddings [Q, d] with labels [Q], ranked against themselves or against references [C, d].
+
+        `self_index` [Q] tells where each query stands among the references, -1 for nowhere; a query is never its own
+        candidate. Without references query i is candidate i.
+        """
+        self._check_embeddings(embeddings, labels, ref_emb, ref_labels, self_index)
+        lists = LabelLists.build(labels, ref_labels, self_index, own_is_ranked=self.own_is_ranked)
+        queries = self.prepared(embeddings)
+        return self.over_lists(lists, queries, None if ref_emb is None else self.prepared(ref_emb).to(queries.dtype))
+
+    def prepared(self, embeddings: Tensor) -> Tensor:
+        """Embeddings as they enter the scores: at least float32, and of length 1 if so chosen."""
+        embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+        # normalize is a plain function of float32 here, also under autocast
+        return functional.normalize(embeddings, dim=1) if self.normalize else embeddings
+
+    def over_lists(self, lists: LabelLists, queries: Tensor, candidates: Tensor | None = None, mixed: Any = None) -> Tensor:
+        """Loss of prepared embeddings over given lists. `mixed` = (first, second, alpha) ranks mixtures of `queries`."""
+        unit = self._count_queries(lists.num_relevant, queries)
+        if self.backend == "reference":
+            if mixed is not None:
+                first, second, alpha = mixed
+                queries = torch.lerp(queries[second], queries[first], alpha[:, None].to(queries))
+            scores = queries.double() @ (queries if candidates is None else candidates).double().t()
+            relevance, ranked = reference.dense_lists(lists)
+            return self._reduce(reference.rank_losses(scores, relevance, ranked, self.ranker, self.objective, unit), unit)
+        layout = Layout.of(lists, queries.device)
+
+        def door(queries: Tensor, candidates: Tensor | None = None) -> EmbeddingDoor:
+            lists = layout.lists
+            rows = MixedRows(queries, lists.query_order, *mixed) if mixed else Rows(queries, lists.query_order)
+            return EmbeddingDoor(rows, rows if candidates is None else Rows(candidates, lists.candidate_order), layout)
+
+        return self._run(door, unit, *((queries,) if candidates is None else (queries, candidates)))
+
+    def from_scores(self, scores: Tensor, relevance: Tensor, *, candidates: Tensor | None = None) -> Tensor:
+        """Loss of ready scores [Q, n], or of one list [n], higher is nearer. The query itself must not be among them.
+
+        Args:
+            scores: floating-point scores.
+            relevance: of the same shape; bool, or graded with numbers of at least 0, relevant where above 0.
+            candidates: bool of the same shape, False for scores that are not ranked at all.
+        """
+        self._check_scores(scores, relevance, candidates)
+        if scores.ndim == 1:
+            scores, relevance = scores[None], relevance[None]
+            candidates = None if candidates is None else candidates[None]
+        lists = ScoreLists.build(relevance, candidates)
+        unit = self._count_queries(lists.num_relevant, scores)
+        if self.backend == "reference":
+            losses = reference.rank_losses(scores.double(), relevance, candidates, self.ranker, self.objective, unit)
+            return self._reduce(losses, unit)
+        return self._run(partial(ScoreDoor, lists=lists), unit, scores)
+
+    def _run(self, door: Any, unit: Tensor, *tensors: Tensor) -> Tensor:
+        draws = isinstance(self.ranker, Blackbox) and self.ranker.margin_noise
+        seed = int(torch.randint(2**40, ())) if draws else 0
+        return self._reduce(rank_losses(Plan(door, self.ranker, self.objective, unit, seed), *tensors), unit)
+
+    def _count_queries(self, num_relevant: Tensor, like: Tensor) -> Tensor:
+        """Notes the queries that have something to find and returns the share of one query in the loss."""
+        self.used_queries = (num_relevant > 0).sum()
+        if self.empty_query == "error" and (empty := len(num_relevant) - int(self.used_queries)):
+            raise ValueError(f"{self.name}: empty_query='error' and {empty} of {len(num_relevant)} queries have no relevant candidate")
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if self.reduction == "none":
+            return torch.ones((), dtype=dtype, device=like.device)
+        if self.empty_query == "zero":
+            return torch.full((), 1 / len(num_relevant), dtype=dtype, device=like.device)
+        return self.used_queries.clamp(min=1).to(like.device, dtype, non_blocking=True).reciprocal()
+
+    def _reduce(self, losses: Tensor, unit: Tensor) -> Tensor:
+        return losses if self.reduction == "none" else losses.sum() * unit
+
+    def _check_embeddings(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None, ref_labels: Tensor | None, self_index: Tensor | None
+    ) -> None:
+        check_embeddings(embeddings, name="embeddings", caller=self.name)
+        check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller=self.name)
+        if (ref_emb is None) != (ref_labels is None):
+            given, missing = ("ref_emb", "ref_labels") if ref_labels is None else ("ref_labels", "ref_emb")
+            raise ValueError(f"{self.name}: ref_emb and ref_labels go together, got {given} and no {missing}")
+        if ref_emb is None:
+            if self_index is not None:
+                raise ValueError(f"{self.name}: self_index needs ref_emb; without it query i is candidate i")
+        else:
+            check_embeddings(ref_emb, name="ref_emb", caller=self.name)
+            check_labels(ref_labels, items=len(ref_emb), of="ref_emb", name="ref_labels", caller=self.name)
+            if ref_emb.shape[1] != embeddings.shape[1]:
+                wanted, came = embeddings.shape[1], ref_emb.shape[1]
+                raise ValueError(f"{self.name}: ref_emb must have the {wanted} dimensions of embeddings, got {came}")
+            if ref_emb.device != embeddings.device:
+                raise ValueError(f"{self.name}: ref_emb must be on {embeddings.device} like embeddings, got {ref_emb.device}")
+            if self_index is not None:
+                check_labels(self_index, items=len(embeddings), of="embeddings", name="self_index", caller=self.name)
+        if self.validate:
+            check_finite(embeddings, name="embeddings", caller=self.name)
+            if ref_emb is not None:
+                check_finite(ref_emb, name="ref_emb", caller=self.name)
+            if self_index is not None and ref_emb is not None and bool((self_index >= len(ref_emb)).any()):
+                raise ValueError(f"{self.name}: self_index must be below {len(ref_emb)}, got {int(self_index.max())}")
+
+    def _check_scores(self, scores: Tensor, relevance: Tensor, candidates: Tensor | None) -> None:
+        caller = f"{self.name}.from_scores"
+        check_tensor(scores, name="scores", caller=caller)
+        check_floating(scores, name="scores", caller=caller)
+        if scores.ndim not in (1, 2) or not scores.numel():
+            raise ValueError(f"{caller}: scores must be [queries, candidates] or [candidates] and not empty, got {shape_of(scores)}")
+        check_tensor(relevance, name="relevance", caller=caller)
+        if relevance.is_complex():
+            raise TypeError(f"{caller}: relevance must be bool, integer or floating point, got {relevance.dtype}")
+        if relevance.shape != scores.shape:
+            raise ValueError(f"{caller}: relevance must have the shape of scores {shape_of(scores)}, got {shape_of(relevance)}")
+        if relevance.device != scores.device:
+            raise ValueError(f"{caller}: relevance must be on {scores.device} like scores, got {relevance.device}")
+        if candidates is not None:
+            check_tensor(candidates, name="candidates", caller=caller)
+            if candidates.dtype != torch.bool or candidates.shape != scores.shape:
+                got = f"{candidates.dtype} of shape {shape_of(candidates)}"
+                raise ValueError(f"{caller}: candidates must be bool of shape {shape_of(scores)}, got {got}")
+        if self.validate:
+            check_finite(scores, name="scores", caller=caller)
+            check_finite(relevance, name="relevance", caller=caller)
+            if bool((relevance < 0).any()):
+                raise ValueError(f"{caller}: relevance must be at least 0, got {relevance.min().item()}")

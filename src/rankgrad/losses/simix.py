@@ -1,0 +1,71 @@
+"""SiMix (Patel et al., 2022): virtual examples between all pairs of one class, for any loss of this package."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from rankgrad._checks import check_embeddings, check_labels
+from rankgrad.losses.objectives import RecallAtK
+from rankgrad.losses.presets import RecallAtKLoss
+from rankgrad.losses.rank_loss import RankLoss
+from rankgrad.ops.lists import LabelLists
+
+PAPER_KS = (1, 2, 4, 8, 16)
+PAPER_KS_WITH_SIMIX = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
+
+
+class SiMix(nn.Module):
+    """`loss` on the batch and on a virtual example alpha x + (1 - alpha) z for every pair x, z of one class (eq. 8-10).
+
+    A virtual example has the class of its pair, is a query and a candidate like any other, and is not brought back to
+    length 1, so its scores are mixtures of scores. alpha ~ U(0, 1) is drawn for each from `generator` (torch's own if None).
+
+    A class of m items becomes one of m + m (m - 1) / 2: 4 become 10. The lists and the number of queries grow with it, so
+    the time of the loss grows with the square (6.25 times for m = 4), while memory stays O(items x dimensions): virtual
+    embeddings are mixed tile by tile when they are needed, in forward and backward, and never stored; what is stored per virtual
+    example are its two indices, its alpha and its ranks.
+
+    A `RecallAtKLoss` with the paper's k of 1, 2, 4, 8, 16 gets the paper's wider set for SiMix; any other set is kept.
+    """
+
+    def __init__(self, loss: RankLoss, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        if not isinstance(loss, RankLoss):
+            raise TypeError(f"SiMix: loss must be a RankLoss, got {type(loss).__name__}")
+        if isinstance(loss, RecallAtKLoss) and isinstance(loss.objective, RecallAtK) and loss.objective.ks == PAPER_KS:
+            loss = copy.copy(loss)  # the caller's loss keeps its own cut-offs
+            loss.objective = RecallAtK(PAPER_KS_WITH_SIMIX, loss.objective.tau)
+        self.loss, self.generator = loss, generator
+
+    @property
+    def used_queries(self) -> Tensor:
+        return self.loss.used_queries
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        check_embeddings(embeddings, name="embeddings", caller="SiMix")
+        check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller="SiMix")
+        originals = self.loss.prepared(embeddings)
+        first, second = (pair.to(originals.device) for pair in same_class_pairs(labels))
+        alpha = self._draw(len(first), originals)
+        alone = torch.arange(len(labels), device=originals.device)
+        mixed_labels = torch.cat((labels, labels[first.to(labels.device)]))
+        mixture = torch.cat((alone, first)), torch.cat((alone, second)), torch.cat((torch.ones_like(alone, dtype=alpha.dtype), alpha))
+        lists = LabelLists.build(mixed_labels, own_is_ranked=self.loss.own_is_ranked)
+        return self.loss.over_lists(lists, originals, mixed=mixture)
+
+    def _draw(self, count: int, like: Tensor) -> Tensor:
+        device = like.device if self.generator is None else self.generator.device
+        return torch.rand(count, generator=self.generator, device=device, dtype=like.dtype).to(like.device)
+
+
+def same_class_pairs(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Every unordered pair of items with one label: classes by ascending label, items by position."""
+    order = labels.argsort(stable=True)
+    ascending = labels[order]
+    place = torch.arange(len(labels), device=labels.device)
+    followers = torch.searchsorted(ascending, ascending, right=True) - place - 1
+    first = place.repeat_interleave(followers)
+    begin = (followers.cumsum(0) - followers).repeat_interleave(followers)
+    second = first + 1 + torch.arange(len(first), device=labels.device) - begin
+    return order[first], order[second]

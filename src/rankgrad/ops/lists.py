@@ -1,0 +1,140 @@
+"""Who is ranked for whom, and who of them is relevant: by labels, or by a relevance matrix.
+
+For labels, candidates are put in an order in which each class is one run and classes grow in size, queries in the same order of
+classes. Then the relevant candidates of a query are one interval, only a band of tiles near the diagonal holds any of
+them, and neighbouring queries have about as many, so that padding costs little.
+
+Dimension letters:  Q queries   C candidates
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LabelLists:
+    """Every tensor but the two orders is in class order: row i is about query `query_order[i]`."""
+
+    query_order: Tensor  # [Q] from class order to the caller's order
+    candidate_order: Tensor  # [C]
+    start: Tensor  # [Q] first and one past the last candidate of the query's class, positions in class order
+    stop: Tensor  # [Q]
+    own: Tensor  # [Q] position of the query among the candidates, -1 where it is not among them
+    num_relevant: Tensor  # [Q]
+    list_length: Tensor  # [Q]
+    own_is_ranked: bool  # the query stays in its own list as an irrelevant candidate
+
+    @classmethod
+    def build(
+        cls, labels: Tensor, ref_labels: Tensor | None = None, self_index: Tensor | None = None, *, own_is_ranked: bool = False
+    ) -> "LabelLists":
+        """Lists of a batch ranked against itself, or of queries against references that `self_index` may place them among."""
+        labels = labels.long()
+        if ref_labels is None:
+            ref_labels, self_index = labels, torch.arange(len(labels), device=labels.device)
+        ref_labels = ref_labels.long()
+        by_label = ref_labels.argsort(stable=True)
+        ascending = ref_labels[by_label]
+
+        def class_run(wanted: Tensor) -> tuple[Tensor, Tensor]:
+            first = torch.searchsorted(ascending, wanted)
+            return first, torch.searchsorted(ascending, wanted, right=True) - first
+
+        candidate_order = by_label[class_run(ascending)[1].argsort(stable=True)]
+        place = torch.empty_like(candidate_order)
+        place[candidate_order] = torch.arange(len(ref_labels), device=labels.device)
+
+        query_order = labels.argsort(stable=True)
+        query_order = query_order[class_run(labels[query_order])[1].argsort(stable=True)]
+        first, size = class_run(labels[query_order])
+        # a class that no candidate has may point one past the end, and its run is empty wherever it starts
+        start = place[by_label[first.clamp(max=len(ref_labels) - 1)]]
+        stop = start + size
+
+        if self_index is None:
+            own = torch.full_like(start, -1)
+        else:
+            given = self_index.long()[query_order]
+            own = torch.where(given >= 0, place[given.clamp(min=0)], -1)
+        own_in_class = (own >= start) & (own < stop)
+        length = torch.full_like(start, len(ref_labels)) - (0 if own_is_ranked else (own >= 0).long())
+        return cls(query_order, candidate_order, start, stop, own, size - own_in_class.long(), length, own_is_ranked)
+
+    def to(self, device: torch.device) -> "LabelLists":
+        values = (getattr(self, f.name) for f in fields(self))
+        return LabelLists(*(v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in values))
+
+    def hide(self, tile: Tensor, rows: slice, columns: slice) -> None:
+        """Set the relevant candidates of `rows` in a tile of scores, and the queries themselves, to -inf."""
+        at = torch.arange(columns.start, columns.stop, device=tile.device)
+        start, stop, own = (t[rows, None] for t in (self.start, self.stop, self.own))
+        relevant = (at >= start) & (at < stop)
+        tile.masked_fill_(relevant & (at != own) if self.own_is_ranked else relevant | (at == own), -torch.inf)
+
+    def relevant_columns(self, rows: slice, width: int) -> tuple[Tensor, Tensor]:
+        """[B, width] positions of the relevant candidates of `rows` in ascending order, and which of them are real."""
+        start, stop, own = (t[rows, None] for t in (self.start, self.stop, self.own))
+        step = torch.arange(width, device=self.start.device)
+        columns = start + step
+        columns = columns + ((own >= start) & (own < stop) & (columns >= own)).long()
+        return columns, step < self.num_relevant[rows, None]
+
+    def bands(self, chunks: list[slice]) -> list[tuple[int, int, int]]:
+        """For every chunk of queries the most relevant items of a query, and the interval of columns that needs `hide`."""
+        empty = self.start == self.stop
+        low = torch.where(empty, self.own, self.start)
+        low = torch.where((self.own >= 0) & (self.own < low), self.own, low)
+        high = torch.maximum(self.stop, self.own + 1)
+        # a query with neither has low -1: nothing to hide
+        nowhere = low < 0
+        low, high = low.masked_fill(nowhere, len(self.candidate_order)), high.masked_fill(nowhere, 0)
+        # one transfer to the host for all chunks
+        table = torch.stack([torch.stack((self.num_relevant[c].max(), low[c].min(), high[c].max())) for c in chunks])
+        return [(width, first, last) for width, first, last in table.tolist()]
+
+
+@dataclass(frozen=True)
+class ScoreLists:
+    """The lists of a relevance matrix, one per row. Rows with about as many relevant items come together."""
+
+    is_relevant: Tensor  # [Q, C]
+    grades: Tensor | None  # [Q, C] graded relevance
+    ranked: Tensor | None  # [Q, C] False for what is not ranked, None where all is
+    query_order: Tensor  # [Q]
+    num_relevant: Tensor  # [Q] in the caller's order, like all below
+    list_length: Tensor  # [Q]
+    column: Tensor  # [pairs] columns of the relevant items, row after row, ascending
+    first: Tensor  # [Q] where a row begins in `column`
+
+    @classmethod
+    def build(cls, relevance: Tensor, ranked: Tensor | None) -> "ScoreLists":
+        grades = None if relevance.dtype == torch.bool else relevance
+        is_relevant = relevance if grades is None else relevance > 0
+        if ranked is None:
+            length = torch.full((relevance.shape[0],), relevance.shape[1], device=relevance.device)
+        else:
+            is_relevant, length = is_relevant & ranked, ranked.sum(dim=1)
+        num_relevant = is_relevant.sum(dim=1)
+        return cls(
+            is_relevant=is_relevant,
+            grades=grades,
+            ranked=ranked,
+            query_order=num_relevant.argsort(stable=True),
+            num_relevant=num_relevant,
+            list_length=length,
+            column=is_relevant.nonzero()[:, 1],
+            first=num_relevant.cumsum(0) - num_relevant,
+        )
+
+    def hidden(self, rows: Tensor, columns: slice) -> Tensor:
+        """[B, Z] True for what is relevant or not ranked."""
+        hidden = self.is_relevant[rows, columns]
+        return hidden if self.ranked is None else hidden | ~self.ranked[rows, columns]
+
+    def relevant_columns(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """[B, width] columns of the relevant items of `rows`, and which of them are real."""
+        step = torch.arange(width, device=rows.device)
+        valid = step < self.num_relevant[rows, None]
+        return self.column[torch.where(valid, self.first[rows, None] + step, 0)], valid

@@ -1,0 +1,105 @@
+"""What every ranker means, written to be read and not to be fast: float64, one query at a time, all candidates at once.
+
+Nothing here is called but on request (`backend="reference"`), by tests, by benchmarks and by those who doubt the rest.
+It shares no arithmetic with the tiled path: ranks are written down from their definitions, the smooth ones get their
+gradient from autograd and the blackbox one from two full rankings.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankgrad.ops.engine import Objective
+from rankgrad.ops.lists import LabelLists
+from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid
+from rankgrad.ops.ranks import Ranks
+
+
+def dense_lists(lists: LabelLists) -> tuple[Tensor, Tensor]:
+    """[Q, C] which candidates are relevant and which are ranked, both in the caller's order."""
+    at = torch.arange(len(lists.candidate_order), device=lists.start.device)
+    start, stop, own = lists.start[:, None], lists.stop[:, None], lists.own[:, None]
+    in_order = torch.stack(((at >= start) & (at < stop) & (at != own), (at != own) | lists.own_is_ranked))
+    out = torch.empty_like(in_order)
+    out[:, lists.query_order[:, None], lists.candidate_order] = in_order
+    return out[0], out[1]
+
+
+def rank_losses(
+    scores: Tensor, relevance: Tensor, ranked: Tensor | None, ranker: Ranker, objective: Objective, unit: Tensor
+) -> Tensor:
+    """[Q] losses of score lists [Q, C] by definition."""
+    losses = []
+    for query in range(scores.shape[0]):
+        on_list = slice(None) if ranked is None else ranked[query]
+        y, grades = scores[query][on_list].double(), relevance[query][on_list].double()
+        if not (grades > 0).any():
+            losses.append(0 * scores[query].sum())
+        elif isinstance(ranker, Blackbox):
+            losses.append(_AlgorithmOne.apply(y, grades, ranker, objective, float(unit)))
+        else:
+            losses.append(objective(_ranks(y, grades, ranker))[0] + 0 * y.sum())  # attached, also where ranks have no gradient
+    return torch.stack(losses)
+
+
+def _ranks(y: Tensor, grades: Tensor, ranker: Ranker) -> Ranks:
+    relevant = grades > 0
+    gains = grades[relevant]
+    if isinstance(ranker, Histogram):
+        position = ((ranker.high - y) / ranker.width).clamp(0, ranker.bins)
+        centres = torch.arange(ranker.bins + 1, device=y.device)
+        pulse = (1 - (position - centres[:, None]).abs()).clamp(min=0)  # [bins + 1, n]
+        mass, gain = pulse[:, relevant].sum(1), (pulse[:, relevant] * gains).sum(1)
+        return _as_ranks(pulse.sum(1).cumsum(0), mass.cumsum(0), mass, gain, gains)
+    if isinstance(ranker, Sigmoid):
+        ahead = torch.sigmoid((y[None, :] - y[:, None]) / ranker.tau)  # [x, z]: z is ahead of x
+    elif isinstance(ranker, Exact):
+        ahead = (y[None, :] >= y[:, None]).double()
+    else:
+        raise TypeError(f"reference: no definition of {ranker!r}")
+    others = ahead * (1 - torch.eye(len(y), dtype=y.dtype, device=y.device))
+    rank, positive_rank = 1 + others.sum(1), 1 + others[:, relevant].sum(1)
+    return _as_ranks(rank[relevant], positive_rank[relevant], torch.ones_like(gains), gains, gains)
+
+
+def _as_ranks(rank: Tensor, positive_rank: Tensor, mass: Tensor, gain: Tensor, gains: Tensor) -> Ranks:
+    rows = (t[None] for t in (rank, positive_rank, mass, gain, gains.sort(descending=True).values))
+    return Ranks(*rows, num_relevant=gains.new_tensor([len(gains)]))
+
+
+def proper_ranking(y: Tensor, relevant: Tensor) -> Tensor:
+    """Ranks 1..n by descending score; of equals an irrelevant item comes first, then the earlier one."""
+    by_relevance = relevant.long().argsort(stable=True)
+    order = by_relevance[y[by_relevance].argsort(descending=True, stable=True)]
+    ranks = torch.empty_like(y)
+    ranks[order] = torch.arange(1, len(y) + 1, dtype=y.dtype, device=y.device)
+    return ranks
+
+
+class _AlgorithmOne(torch.autograd.Function):
+    """RaMBO's Algorithm 1 on one list, with lambda = lam * n."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, grades: Tensor, ranker: Blackbox, objective: Objective, unit: float) -> Tensor:
+        relevant = grades > 0
+        shift = torch.where(relevant, -ranker.margin / 2, ranker.margin / 2)
+        if ranker.margin_noise:
+            shift = shift * torch.randn_like(y).abs()
+        shifted = y + shift
+        rank = proper_ranking(shifted, relevant)
+        positive_rank = proper_ranking(shifted[relevant], relevant[relevant])
+        gains = grades[relevant]
+        with torch.enable_grad():
+            ranks = _as_ranks(rank[relevant], positive_rank, torch.ones_like(gains), gains, gains).detached()
+            loss = objective(ranks)[0]
+            d_rank = torch.zeros_like(y)
+            d_rank[relevant] = unit * ranks.gradients(loss)[0][0]
+        raw_lam = ranker.lam * len(y)
+        perturbed = proper_ranking(shifted + raw_lam * d_rank, relevant)
+        ctx.gradient = (perturbed - rank) / (raw_lam * unit)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.gradient * incoming, None, None, None, None
