@@ -9,14 +9,14 @@ from torch.nn import functional
 
 from rankgrad._checks import check_choice, check_embeddings, check_finite, check_floating, check_labels, check_tensor, shape_of
 from rankgrad.ops import reference
-from rankgrad.ops.doors import EmbeddingDoor, Layout, MixedRows, Rows, ScoreDoor
+from rankgrad.ops.backends import BACKENDS, PRECISIONS, Backend, Precision, resolve, resolve_precision
+from rankgrad.ops.tiled import EmbeddingDoor, Layout, MixedRows, PlainRows, Rows, ScoreDoor
 from rankgrad.ops.engine import Objective, Plan, rank_losses
 from rankgrad.ops.lists import LabelLists, ScoreLists
 from rankgrad.ops.rankers import Blackbox, Ranker
 
 Reduction = Literal["mean", "none"]
 EmptyQuery = Literal["skip", "zero", "error"]
-Backend = Literal["auto", "tiled", "reference"]
 
 
 class RankLoss(nn.Module):
@@ -37,7 +37,10 @@ class RankLoss(nn.Module):
         reduction: "mean" over the queries that count, or "none" for one loss per query in the order of the queries.
         empty_query: a query without relevant candidates leaves the mean ("skip"), enters it with loss 0 ("zero"), or
             raises ("error", which waits for the device). With reduction "none" its loss is 0.
-        backend: "tiled" (plain torch, any device), "reference" (the definition, slow, float64), or "auto".
+        backend: "triton" (fused GPU kernels), "tiled" (plain torch, any device), "reference" (the definition, slow, float64), or
+            "auto", which takes the kernels where they can run. A request that cannot be met raises.
+        precision: of the kernels' scores: "high" (three float16 products, as good as float32), "fast" (one), or "auto": "fast"
+            under autocast and for 16-bit embeddings, else "high". The other backends always compute in full precision.
         validate: check tensor contents too (finite embeddings and scores, relevance not negative), which waits for the device.
 
     After a call `used_queries` holds how many queries had something to find, as a tensor that nobody has waited for.
@@ -54,6 +57,7 @@ class RankLoss(nn.Module):
         reduction: Reduction = "mean",
         empty_query: EmptyQuery = "skip",
         backend: Backend = "auto",
+        precision: Precision = "auto",
         validate: bool = False,
     ) -> None:
         super().__init__()
@@ -63,10 +67,11 @@ class RankLoss(nn.Module):
             raise TypeError(f"{self.name}: objective must be a function of Ranks such as AveragePrecision(), got {objective!r}")
         check_choice(reduction, ("mean", "none"), name="reduction", caller=self.name)
         check_choice(empty_query, ("skip", "zero", "error"), name="empty_query", caller=self.name)
-        check_choice(backend, ("auto", "tiled", "reference"), name="backend", caller=self.name)
+        check_choice(backend, BACKENDS, name="backend", caller=self.name)
+        check_choice(precision, PRECISIONS, name="precision", caller=self.name)
         self.ranker, self.objective = ranker, objective
         self.normalize, self.reduction, self.empty_query = normalize, reduction, empty_query
-        self.backend, self.validate = backend, validate
+        self.backend, self.precision, self.validate = backend, precision, validate
         self.own_is_ranked = False
 
     @property
@@ -93,7 +98,8 @@ class RankLoss(nn.Module):
         self._check_embeddings(embeddings, labels, ref_emb, ref_labels, self_index)
         lists = LabelLists.build(labels, ref_labels, self_index, own_is_ranked=self.own_is_ranked)
         queries = self.prepared(embeddings)
-        return self.over_lists(lists, queries, None if ref_emb is None else self.prepared(ref_emb).to(queries.dtype))
+        candidates = None if ref_emb is None else self.prepared(ref_emb).to(queries.dtype)
+        return self.over_lists(lists, queries, candidates, precision=resolve_precision(self.precision, embeddings))
 
     def prepared(self, embeddings: Tensor) -> Tensor:
         """Embeddings as they enter the scores: at least float32, and of length 1 if so chosen."""
@@ -101,24 +107,43 @@ class RankLoss(nn.Module):
         # normalize is a plain function of float32 here, also under autocast
         return functional.normalize(embeddings, dim=1) if self.normalize else embeddings
 
-    def over_lists(self, lists: LabelLists, queries: Tensor, candidates: Tensor | None = None, mixed: Any = None) -> Tensor:
+    def over_lists(
+        self,
+        lists: LabelLists,
+        queries: Tensor,
+        candidates: Tensor | None = None,
+        *,
+        mixed: tuple[Tensor, Tensor, Tensor] | None = None,
+        precision: Literal["fast", "high"] = "high",
+    ) -> Tensor:
         """Loss of prepared embeddings over given lists. `mixed` = (first, second, alpha) ranks mixtures of `queries`."""
         unit = self._count_queries(lists.num_relevant, queries)
-        if self.backend == "reference":
-            if mixed is not None:
-                first, second, alpha = mixed
-                queries = torch.lerp(queries[second], queries[first], alpha[:, None].to(queries))
+        backend = resolve(self.backend, queries, self.ranker, caller=self.name)
+        if backend != "tiled" and mixed is not None:
+            first, second, alpha = mixed
+            queries = torch.lerp(queries[second], queries[first], alpha[:, None].to(queries))
+        if backend == "reference":
             scores = queries.double() @ (queries if candidates is None else candidates).double().t()
             relevance, ranked = reference.dense_lists(lists)
             return self._reduce(reference.rank_losses(scores, relevance, ranked, self.ranker, self.objective, unit), unit)
+        tensors = (queries,) if candidates is None else (queries, candidates)
+        if backend == "triton":
+            from rankgrad.ops.fused.door import FusedDoor, FusedLayout
+
+            fused = FusedLayout.of(lists, queries.device)
+
+            def fused_door(queries: Tensor, candidates: Tensor | None = None) -> FusedDoor:
+                return FusedDoor(queries, candidates, fused, precision, unit=self.normalize)
+
+            return self._run(fused_door, unit, *tensors)
         layout = Layout.of(lists, queries.device)
 
         def door(queries: Tensor, candidates: Tensor | None = None) -> EmbeddingDoor:
             lists = layout.lists
-            rows = MixedRows(queries, lists.query_order, *mixed) if mixed else Rows(queries, lists.query_order)
-            return EmbeddingDoor(rows, rows if candidates is None else Rows(candidates, lists.candidate_order), layout)
+            rows: Rows = MixedRows(queries, lists.query_order, *mixed) if mixed else PlainRows(queries, lists.query_order)
+            return EmbeddingDoor(rows, rows if candidates is None else PlainRows(candidates, lists.candidate_order), layout)
 
-        return self._run(door, unit, *((queries,) if candidates is None else (queries, candidates)))
+        return self._run(door, unit, *tensors)
 
     def from_scores(self, scores: Tensor, relevance: Tensor, *, candidates: Tensor | None = None) -> Tensor:
         """Loss of ready scores [Q, n], or of one list [n], higher is nearer. The query itself must not be among them.

@@ -9,6 +9,7 @@ from rankgrad._checks import check_embeddings, check_labels
 from rankgrad.losses.objectives import RecallAtK
 from rankgrad.losses.presets import RecallAtKLoss
 from rankgrad.losses.rank_loss import RankLoss
+from rankgrad.ops.backends import resolve_precision
 from rankgrad.ops.lists import LabelLists
 
 PAPER_KS = (1, 2, 4, 8, 16)
@@ -52,7 +53,8 @@ class SiMix(nn.Module):
         mixed_labels = torch.cat((labels, labels[first.to(labels.device)]))
         mixture = torch.cat((alone, first)), torch.cat((alone, second)), torch.cat((torch.ones_like(alone, dtype=alpha.dtype), alpha))
         lists = LabelLists.build(mixed_labels, own_is_ranked=self.loss.own_is_ranked)
-        return self.loss.over_lists(lists, originals, mixed=mixture)
+        precision = resolve_precision(self.loss.precision, embeddings)
+        return self.loss.over_lists(lists, originals, mixed=mixture, precision=precision)
 
     def _draw(self, count: int, like: Tensor) -> Tensor:
         device = like.device if self.generator is None else self.generator.device

@@ -3,6 +3,8 @@
 Dimension letters:  B rows   P thresholds of a row   Z scores of a row
 """
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,15 @@ class Thresholds:
     def __init__(self, values: Tensor) -> None:
         self.values = values
         self.few = values.shape[1] <= FEW_THRESHOLDS
-        if self.few:
-            self.columns = values.t().contiguous()  # [P, B]: a column is contiguous over rows in both roles of a tile
-        else:
-            self.ascending, self.order = values.sort(dim=1)
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """[P, B]: a threshold is contiguous over rows, in both roles of a tile."""
+        return self.values.t().contiguous()
+
+    @cached_property
+    def ascending(self) -> tuple[Tensor, Tensor]:
+        return self.values.sort(dim=1)
 
     def reached_by(self, tile: Tensor) -> Tensor:
         """[B, P] int64: how many scores of the row are at or above each threshold."""
@@ -33,7 +40,7 @@ class Thresholds:
         spread = torch.zeros(rows, self.values.shape[1] + 1, dtype=torch.long, device=tile.device)
         spread.scatter_add_(1, passed, torch.ones((), dtype=torch.long, device=tile.device).expand_as(passed))
         reached = width - spread.cumsum(dim=1)[:, :-1]
-        return torch.empty_like(reached).scatter_(1, self.order, reached)
+        return torch.empty_like(reached).scatter_(1, self.ascending[1], reached)
 
     def above(self, tile: Tensor) -> Tensor:
         """[B, Z] in the tile's dtype: how many thresholds of the row lie above each score."""
@@ -46,4 +53,4 @@ class Thresholds:
 
     def _passed(self, tile: Tensor) -> Tensor:
         """[B, Z] int64: how many thresholds of the row are at or below each score."""
-        return torch.searchsorted(self.ascending, tile.contiguous(), right=True)
+        return torch.searchsorted(self.ascending[0], tile.contiguous(), right=True)

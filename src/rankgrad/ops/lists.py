@@ -21,6 +21,7 @@ class LabelLists:
     candidate_order: Tensor  # [C]
     start: Tensor  # [Q] first and one past the last candidate of the query's class, positions in class order
     stop: Tensor  # [Q]
+    class_start: Tensor  # [C] first candidate of the candidate's class
     own: Tensor  # [Q] position of the query among the candidates, -1 where it is not among them
     num_relevant: Tensor  # [Q]
     list_length: Tensor  # [Q]
@@ -49,9 +50,10 @@ class LabelLists:
         query_order = labels.argsort(stable=True)
         query_order = query_order[class_run(labels[query_order])[1].argsort(stable=True)]
         first, size = class_run(labels[query_order])
-        # a class that no candidate has may point one past the end, and its run is empty wherever it starts
-        start = place[by_label[first.clamp(max=len(ref_labels) - 1)]]
+        # the run of a class that no candidate has is empty and begins before all others, like its queries
+        start = place[by_label[first.clamp(max=len(ref_labels) - 1)]].masked_fill(size == 0, -1)
         stop = start + size
+        class_start = place[by_label[class_run(ref_labels[candidate_order])[0]]]
 
         if self_index is None:
             own = torch.full_like(start, -1)
@@ -60,11 +62,15 @@ class LabelLists:
             own = torch.where(given >= 0, place[given.clamp(min=0)], -1)
         own_in_class = (own >= start) & (own < stop)
         length = torch.full_like(start, len(ref_labels)) - (0 if own_is_ranked else (own >= 0).long())
-        return cls(query_order, candidate_order, start, stop, own, size - own_in_class.long(), length, own_is_ranked)
+        return cls(query_order, candidate_order, start, stop, class_start, own, size - own_in_class.long(), length, own_is_ranked)
 
     def to(self, device: torch.device) -> "LabelLists":
         values = (getattr(self, f.name) for f in fields(self))
         return LabelLists(*(v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in values))
+
+    def query_runs(self) -> tuple[Tensor, Tensor]:
+        """[C] first and one past the last query of each candidate's class, both in class order."""
+        return torch.searchsorted(self.start, self.class_start), torch.searchsorted(self.start, self.class_start, right=True)
 
     def hide(self, tile: Tensor, rows: slice, columns: slice) -> None:
         """Set the relevant candidates of `rows` in a tile of scores, and the queries themselves, to -inf."""

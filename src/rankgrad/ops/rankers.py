@@ -84,7 +84,7 @@ class Ranker(ABC):
         """[B, Z] gradient of the tile's scores, and the tile's part in the gradient of the comparisons."""
 
     @abstractmethod
-    def land(self, pulled: Tensor | None, counts: Tensor, relevant: Relevant, prepared: Any, aimed: Any, share: Share) -> Tensor:
+    def land(self, pulled: Tensor | None, counts: Tensor, aimed: Any, relevant: Relevant, prepared: Any, share: Share) -> Tensor:
         """[B, P] gradient of the relevant scores, from the tiles' summed parts and the relevant items themselves."""
 
 
@@ -110,7 +110,7 @@ class Exact(Ranker):
     def pull(self, tile: Tensor, prepared: Any, aimed: Any, key: int) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError("Exact has no gradient")
 
-    def land(self, pulled: Tensor | None, counts: Tensor, relevant: Relevant, prepared: Any, aimed: Any, share: Share) -> Tensor:
+    def land(self, pulled: Tensor | None, counts: Tensor, aimed: Any, relevant: Relevant, prepared: Any, share: Share) -> Tensor:
         raise NotImplementedError("Exact has no gradient")
 
 
@@ -157,7 +157,7 @@ class Sigmoid(Ranker):
         return gradient, _columns(pulled, tile)
 
     def land(
-        self, pulled: Tensor | None, counts: Tensor, relevant: Relevant, prepared: Tensor, aimed: tuple[Tensor, Tensor], share: Share
+        self, pulled: Tensor | None, counts: Tensor, aimed: tuple[Tensor, Tensor], relevant: Relevant, prepared: Tensor, share: Share
     ) -> Tensor:
         as_candidate, as_threshold = self._pull(relevant.as_tile, prepared, aimed[1])
         return pulled + as_candidate + as_threshold
@@ -224,9 +224,9 @@ class Blackbox(Ranker):
         self,
         pulled: Tensor | None,
         counts: Tensor,
+        aimed: tuple[Thresholds, Tensor],
         relevant: Relevant,
         prepared: Thresholds,
-        aimed: tuple[Thresholds, Tensor],
         share: Share,
     ) -> Tensor:
         perturbed, scale = aimed
@@ -304,9 +304,9 @@ class Histogram(Ranker):
         self,
         pulled: Tensor | None,
         counts: Tensor,
+        aimed: tuple[Tensor, tuple[Tensor, ...]],
         relevant: Relevant,
         prepared: None,
-        aimed: tuple[Tensor, tuple[Tensor, ...]],
         share: Share,
     ) -> Tensor:
         d_rank, d_positive_rank, d_mass, d_gain = aimed[1]

@@ -1,27 +1,21 @@
-"""Where scores come from. A door knows its lists, hands out tiles of scores and takes their gradient back.
+"""The two doors in plain torch, for any device: scores tile by tile, made again for the backward pass.
 
-    EmbeddingDoor   scores are products of queries and candidates, made tile by tile and never kept
+    EmbeddingDoor   scores are products of queries and candidates and are never kept
     ScoreDoor       scores are given
-
-Both show the same face: queries in `chunks`, the relevant items of a chunk, two visits to all tiles (one that counts,
-one that returns a gradient for each tile), and the gradients of the tensors they were opened with.
 
 Dimension letters:  Q queries   C candidates   B queries of a chunk   Z candidates of a tile   P relevant items, padded
 """
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rankgrad.ops.lists import LabelLists, ScoreLists
-from rankgrad.ops.rankers import Relevant
-
-# (tile, chunk, key): the key names the tile, the same number in forward and backward
-Count = Callable[[Tensor, int, int], None]
-Pull = Callable[[Tensor, int, int], Tensor]
+from rankgrad.ops.rankers import Ranker, Relevant
 
 # Integers are exact in float32 up to here; longer lists get their ranks in float64.
 EXACT_FLOAT32 = 2**24
@@ -36,42 +30,92 @@ def split(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-class Door(Protocol):
+class TiledDoor(ABC):
+    """Lets a ranker see every tile, once to count and once to pull."""
+
     chunks: list[slice]
-    order: Tensor  # [Q] from the door's order of queries to the caller's
 
-    def relevant(self, chunk: int) -> Relevant: ...
+    @abstractmethod
+    def _views(self) -> Iterator["View"]:
+        """Every tile of scores, what is not ranked hidden."""
 
-    def visit(self, count: Count) -> None: ...
+    @abstractmethod
+    def _give(self, view: "View", gradients: list[Tensor]) -> None:
+        """Take the gradient of every side of a view."""
 
-    def visit_back(self, pull: Pull) -> None: ...
+    def count(self, ranker: Ranker, prepared: list[Any], seed: int) -> list[Tensor]:
+        counts: list[Any] = [0] * len(self.chunks)
+        for view in self._views():
+            for side in view.sides:
+                counts[side.chunk] += ranker.count(side.tile, prepared[side.chunk], seed + side.key)
+        return counts
 
-    def give_relevant(self, chunk: int, d_scores: Tensor) -> None: ...
+    def pull(self, ranker: Ranker, prepared: list[Any], aimed: list[Any], seed: int) -> list[Tensor | None]:
+        pulled: list[Tensor | None] = [None] * len(self.chunks)
+        for view in self._views():
+            gradients = []
+            for side in view.sides:
+                gradient, part = ranker.pull(side.tile, prepared[side.chunk], aimed[side.chunk], seed + side.key)
+                earlier = pulled[side.chunk]
+                pulled[side.chunk] = part if earlier is None or part is None else earlier + part
+                gradients.append(gradient)
+            self._give(view, gradients)
+        return pulled
 
-    def gradients(self) -> tuple[Tensor | None, ...]: ...
+
+@dataclass(frozen=True)
+class Side:
+    """A tile of scores with its rows as queries."""
+
+    tile: Tensor
+    chunk: int
+    key: int  # names the tile: the same number in forward and backward
 
 
-class Rows:
+@dataclass(frozen=True)
+class View:
+    """A tile, and its mirror image where the same rows are queries and candidates."""
+
+    sides: list[Side]
+    rows: Any
+    columns: slice
+    queries: Tensor | None = None
+    candidates: Tensor | None = None
+
+
+class Rows(Protocol):
     """Embeddings in class order, taken by slices; gradients go back by slices."""
+
+    def take(self, rows: slice) -> Tensor: ...
+
+    def clear(self) -> None:
+        """Begin to collect a gradient."""
+
+    def give(self, rows: slice, gradient: Tensor) -> None: ...
+
+    def d_base(self) -> Tensor:
+        """The gradient collected, in the caller's order."""
+        ...
+
+
+class PlainRows:
+    """The embeddings themselves."""
 
     def __init__(self, base: Tensor, order: Tensor) -> None:
         self.order = order
         self.values = base[order]
-        self.gradient: Tensor | None = None
 
     def take(self, rows: slice) -> Tensor:
         return self.values[rows]
 
+    def clear(self) -> None:
+        self.gradient = torch.zeros_like(self.values)
+
     def give(self, rows: slice, gradient: Tensor) -> None:
-        if self.gradient is None:
-            self.gradient = torch.zeros_like(self.values)
         self.gradient[rows] += gradient
 
     def d_base(self) -> Tensor:
-        out = torch.zeros_like(self.values)
-        if self.gradient is not None:
-            out[self.order] = self.gradient
-        return out
+        return torch.empty_like(self.gradient).index_copy_(0, self.order, self.gradient)
 
 
 class MixedRows:
@@ -81,7 +125,9 @@ class MixedRows:
         self.base = base
         self.first, self.second = first[order], second[order]
         self.alpha = alpha[order, None].to(base.dtype)
-        self.gradient = torch.zeros_like(base)
+
+    def clear(self) -> None:
+        self.gradient = torch.zeros_like(self.base)
 
     def take(self, rows: slice) -> Tensor:
         return torch.lerp(self.base[self.second[rows]], self.base[self.first[rows]], self.alpha[rows])
@@ -112,10 +158,10 @@ class Layout:
         return cls(lists.to(device), chunks, split(len(lists.candidate_order), side), lists.bands(chunks))
 
 
-class EmbeddingDoor:
+class EmbeddingDoor(TiledDoor):
     """Scores are dot products. With one set of rows in both roles a product serves a tile and its mirror image."""
 
-    def __init__(self, queries: Rows | MixedRows, candidates: Rows | MixedRows, layout: Layout) -> None:
+    def __init__(self, queries: Rows, candidates: Rows, layout: Layout) -> None:
         self.queries, self.candidates = queries, candidates
         self.layout, self.lists, self.chunks = layout, layout.lists, layout.chunks
         self.order = layout.lists.query_order
@@ -146,58 +192,47 @@ class EmbeddingDoor:
         side = tile_side(self.order.device)
         return [slice(first + p.start, first + p.stop) for p in split(last - first, side)]
 
-    def _tiles(self) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
-        """Chunk, panel, their rows, and the tile of scores with what is not ranked hidden."""
+    def _views(self) -> Iterator[View]:
+        panels = self.layout.panels
         for i, rows in enumerate(self.chunks):
             queries = self.queries.take(rows)
             _, first, last = self.layout.bands[i]
-            for z, columns in enumerate(self.layout.panels):
+            for z, columns in enumerate(panels):
                 if self.mirrored and z < i:
                     continue  # the mirror image of a tile that was visited
                 candidates = self.candidates.take(columns)
                 tile = queries @ candidates.t()
                 if columns.start < last and columns.stop > first:
                     self.lists.hide(tile, rows, columns)
-                yield i, z, queries, candidates, tile
+                sides = [Side(tile, i, i * len(panels) + z)]
+                if self.mirrored and i != z:
+                    sides.append(Side(tile.t(), z, z * len(panels) + i))
+                yield View(sides, rows, columns, queries, candidates)
 
-    def _key(self, chunk: int, panel: int) -> int:
-        return chunk * len(self.layout.panels) + panel
+    def pull(self, ranker: Ranker, prepared: list[Any], aimed: list[Any], seed: int) -> list[Tensor | None]:
+        self.queries.clear()
+        self.candidates.clear()
+        return super().pull(ranker, prepared, aimed, seed)
 
-    def visit(self, count: Count) -> None:
-        for i, z, _, _, tile in self._tiles():
-            count(tile, i, self._key(i, z))
-            if self.mirrored and i != z:
-                count(tile.t(), z, self._key(z, i))
+    def _give(self, view: View, gradients: list[Tensor]) -> None:
+        gradient = gradients[0] if len(gradients) == 1 else gradients[0].add_(gradients[1].t())
+        self.queries.give(view.rows, gradient @ view.candidates)
+        self.candidates.give(view.columns, gradient.t() @ view.queries)
 
-    def visit_back(self, pull: Pull) -> None:
-        for i, z, queries, candidates, tile in self._tiles():
-            gradient = pull(tile, i, self._key(i, z))
-            if self.mirrored and i != z:
-                gradient += pull(tile.t(), z, self._key(z, i)).t()
-            self._give(self.chunks[i], self.layout.panels[z], queries, candidates, gradient)
-
-    def _give(self, rows: slice, columns: slice, queries: Tensor, candidates: Tensor, gradient: Tensor) -> None:
-        self.queries.give(rows, gradient @ candidates)
-        self.candidates.give(columns, gradient.t() @ queries)
-
-    def give_relevant(self, chunk: int, d_scores: Tensor) -> None:
-        rows = self.chunks[chunk]
-        width, first, last = self.layout.bands[chunk]
-        columns, valid = self.lists.relevant_columns(rows, width)
-        queries = self.queries.take(rows)
-        for panel in self._panels(first, last) if width else ():
-            here = valid & (columns >= panel.start) & (columns < panel.stop)
-            gradient = d_scores.new_zeros(d_scores.shape[0], panel.stop - panel.start)
-            gradient.scatter_add_(1, (columns - panel.start).clamp(0, gradient.shape[1] - 1), torch.where(here, d_scores, 0))
-            self._give(rows, panel, queries, self.candidates.take(panel), gradient)
-
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        if self.mirrored:
-            return (self.queries.d_base(),)
-        return self.queries.d_base(), self.candidates.d_base()
+    def gradients(self, d_relevant: list[Tensor]) -> tuple[Tensor, ...]:
+        for i, (rows, d_scores) in enumerate(zip(self.chunks, d_relevant, strict=True)):
+            width, first, last = self.layout.bands[i]
+            columns, valid = self.lists.relevant_columns(rows, width)
+            queries = self.queries.take(rows)
+            for panel in self._panels(first, last) if width else ():
+                here = valid & (columns >= panel.start) & (columns < panel.stop)
+                gradient = d_scores.new_zeros(d_scores.shape[0], panel.stop - panel.start)
+                gradient.scatter_add_(1, (columns - panel.start).clamp(0, gradient.shape[1] - 1), torch.where(here, d_scores, 0))
+                self._give(View([], rows, panel, queries, self.candidates.take(panel)), [gradient])
+        return (self.queries.d_base(),) if self.mirrored else (self.queries.d_base(), self.candidates.d_base())
 
 
-class ScoreDoor:
+class ScoreDoor(TiledDoor):
     """Scores are given as a matrix, one list per row."""
 
     def __init__(self, scores: Tensor, lists: ScoreLists) -> None:
@@ -208,7 +243,6 @@ class ScoreDoor:
         self.chunks = split(scores.shape[0], side)
         self.panels = split(scores.shape[1], side * max(side // scores.shape[0], 1))
         self.widths = torch.stack([lists.num_relevant[self.order[c]].max() for c in self.chunks]).tolist()
-        self.d_scores: Tensor | None = None
 
     def relevant(self, chunk: int) -> Relevant:
         rows = self.order[self.chunks[chunk]]
@@ -223,29 +257,26 @@ class ScoreDoor:
             rank_dtype=torch.float64 if self.scores.shape[1] > EXACT_FLOAT32 else self.dtype,
         )
 
-    def _tiles(self) -> Iterator[tuple[int, int, Tensor, slice, Tensor]]:
+    def _views(self) -> Iterator[View]:
         for i, chunk in enumerate(self.chunks):
             rows = self.order[chunk]
             for z, columns in enumerate(self.panels):
                 tile = self.scores[rows, columns].to(self.dtype)
-                yield i, i * len(self.panels) + z, rows, columns, tile.masked_fill_(self.lists.hidden(rows, columns), -torch.inf)
+                tile.masked_fill_(self.lists.hidden(rows, columns), -torch.inf)
+                yield View([Side(tile, i, i * len(self.panels) + z)], rows, columns)
 
-    def visit(self, count: Count) -> None:
-        for i, key, _, _, tile in self._tiles():
-            count(tile, i, key)
-
-    def visit_back(self, pull: Pull) -> None:
+    def pull(self, ranker: Ranker, prepared: list[Any], aimed: list[Any], seed: int) -> list[Tensor | None]:
         self.d_scores = torch.empty_like(self.scores)
-        for i, key, rows, columns, tile in self._tiles():
-            self.d_scores[rows, columns] = pull(tile, i, key).to(self.scores.dtype)
+        return super().pull(ranker, prepared, aimed, seed)
 
-    def give_relevant(self, chunk: int, d_scores: Tensor) -> None:
-        assert self.d_scores is not None, "visit_back comes first"
-        rows = self.order[self.chunks[chunk]]
-        columns, valid = self.lists.relevant_columns(rows, self.widths[chunk])
-        # relevant entries are hidden in the tiles and so are 0 until now; padding adds 0
-        given = torch.where(valid, d_scores, 0).to(self.scores.dtype)
-        self.d_scores.index_put_((rows[:, None].expand_as(columns), columns), given, accumulate=True)
+    def _give(self, view: View, gradients: list[Tensor]) -> None:
+        self.d_scores[view.rows, view.columns] = gradients[0].to(self.scores.dtype)
 
-    def gradients(self) -> tuple[Tensor | None, ...]:
+    def gradients(self, d_relevant: list[Tensor]) -> tuple[Tensor, ...]:
+        for chunk, width, d_scores in zip(self.chunks, self.widths, d_relevant, strict=True):
+            rows = self.order[chunk]
+            columns, valid = self.lists.relevant_columns(rows, width)
+            # relevant entries are hidden in the tiles and so are 0 until now; padding adds 0
+            given = torch.where(valid, d_scores, 0).to(self.scores.dtype)
+            self.d_scores.index_put_((rows[:, None].expand_as(columns), columns), given, accumulate=True)
         return (self.d_scores,)

@@ -1,0 +1,294 @@
+"""The embedding door of the fused kernels: what is launched, over which rows, and what is kept."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rankgrad.ops.fused import kernels
+from rankgrad.ops.fused.operands import TILE, Operands, Precision, product, scale_of
+from rankgrad.ops.lists import LabelLists
+from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Relevant, Sigmoid
+
+SCORE_TILE = {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}
+
+# Relevant pairs, padding included, below which all queries are one group: an objective then is one pass of small launches.
+ONE_GROUP = 2**22
+
+# Most rows of the score gradient that exist at once, and most bytes of them: 4,096 rows fill an H200 in a product with 512
+# columns, 4 GiB are its share of memory at a million candidates.
+CHUNK_ROWS = 4096
+CHUNK_BYTES = 2**32
+
+# The gradient of scores is scaled so that its largest possible entry is here; float16 ends at 65,504.
+GRADIENT_PEAK = 2.0**14
+
+
+def supports(ranker: Ranker) -> bool:
+    return isinstance(ranker, (Exact, Sigmoid, Histogram)) or (isinstance(ranker, Blackbox) and not ranker.margin_noise)
+
+
+def rounded_width(most: int) -> int:
+    """Relevant items of a query, rounded up to one of 8 steps an octave so that few groups cover ragged classes."""
+    step = 1 << max(most.bit_length() - 4, 0)
+    return -(-most // step) * step
+
+
+@dataclass(frozen=True)
+class FusedLayout:
+    """Queries in groups of whole tiles with about as many relevant items."""
+
+    lists: LabelLists
+    groups: list[slice]
+    widths: list[int]
+
+    @classmethod
+    def of(cls, lists: LabelLists, device: torch.device) -> "FusedLayout":
+        queries = len(lists.query_order)
+        short = -queries % TILE
+        per_tile = torch.nn.functional.pad(lists.num_relevant, (0, short)).view(-1, TILE).amax(dim=1).tolist()
+        if queries * max(per_tile) <= ONE_GROUP:
+            return cls(lists.to(device), [slice(0, queries)], [max(per_tile)])
+        groups, widths = [], []
+        for tile, most in enumerate(per_tile):
+            width, stop = rounded_width(most), min((tile + 1) * TILE, queries)
+            if widths and widths[-1] == width:
+                groups[-1] = slice(groups[-1].start, stop)
+            else:
+                groups.append(slice(tile * TILE, stop))
+                widths.append(width)
+        return cls(lists.to(device), groups, widths)
+
+    @cached_property
+    def spans(self) -> Tensor:
+        """[4, Q] int32 start, stop, own and number of relevant candidates, as the kernels read them."""
+        lists = self.lists
+        return torch.stack((lists.start, lists.stop, lists.own, lists.num_relevant)).int()
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """[Q] where a query begins when the relevant pairs of all groups, padding included, are one row-major array."""
+        parts, begin = [], 0
+        for group, width in zip(self.groups, self.widths, strict=True):
+            rows = group.stop - group.start
+            parts.append(torch.arange(rows, device=self.lists.start.device) * width + begin)
+            begin += rows * width
+        return torch.cat(parts)
+
+
+class FusedDoor:
+    """Opened with queries and candidates in float32, or with one set of embeddings in both roles (`candidates` None)."""
+
+    def __init__(self, queries: Tensor, candidates: Tensor | None, layout: FusedLayout, precision: Precision, unit: bool) -> None:
+        self.layout, self.precision = layout, precision
+        self.lists = lists = layout.lists
+        self.chunks, self.order = layout.groups, lists.query_order
+        self.mirrored = candidates is None
+        self.bases = (queries,) if candidates is None else (queries, candidates)
+        others = queries if candidates is None else candidates
+        mean = others.mean(dim=0) if precision == "fast" else others[0]
+        self.queries = Operands.of(queries, lists.query_order, mean, scale_of(queries, unit), precision)
+        self.candidates = (
+            self.queries if candidates is None else Operands.of(others, lists.candidate_order, mean, scale_of(others, unit), precision)
+        )
+        self.num_candidates = len(lists.candidate_order)
+        self.slopes: list[Tensor | None] = []
+        self.asm = queries.is_cuda
+
+    def relevant(self, chunk: int) -> Relevant:
+        rows, width = self.chunks[chunk], self.layout.widths[chunk]
+        count = rows.stop - rows.start
+        scores = torch.full((width, count), torch.inf, device=self.order.device)
+        if width:
+            operands, _, tile = self._launch(1.0)
+            kernels.relevant_kernel[(triton.cdiv(count, TILE),)](
+                *operands[:4], *self.layout.spans, scores, rows.start, count, operands[4], width, **tile
+            )
+        num_relevant = self.lists.num_relevant[rows]
+        return Relevant(
+            scores=scores.t(),
+            valid=torch.arange(width, device=self.order.device) < num_relevant[:, None],
+            gains=None,
+            num_relevant=num_relevant,
+            list_length=self.lists.list_length[rows],
+            rank_dtype=torch.float32,
+        )
+
+    def _launch(self, unit: float) -> tuple[tuple[Tensor, ...], dict[str, Any], dict[str, Any]]:
+        """Operands for scores in multiples of 1 / unit, and the compile-time arguments of every kernel that makes a tile."""
+        q, c = self.queries, self.candidates
+        operands = (q.as_query, c.as_candidate, q.row_bias * unit, c.column_bias * unit, unit / (q.scale * c.scale))
+        tile = {"D": q.as_query.shape[1], **SCORE_TILE}
+        return operands, {"KEEP_OWN": self.lists.own_is_ranked, "ASM": self.asm, **tile}, tile
+
+    def count(self, ranker: Ranker, prepared: list[Any], seed: int) -> list[Tensor]:
+        self.slopes = []
+        counts = []
+        for chunk, rows in enumerate(self.chunks):
+            comparisons, mode, unit = self._comparisons(ranker, prepared[chunk], rows)
+            counts.append(self._count(rows, comparisons, mode, unit))
+        return counts
+
+    def _comparisons(self, ranker: Ranker, prepared: Any, rows: slice) -> tuple[Tensor, Any, float]:
+        """[E, rows] what scores are compared with, the kernel's mode, and the unit of scores."""
+        if isinstance(ranker, Sigmoid):
+            unit = 1.4426950408889634 / ranker.tau  # of base 2
+            return prepared * unit, kernels.SIGMOID, unit
+        if isinstance(ranker, Histogram):
+            unit = 1 / ranker.width
+            edges = ranker.high * unit - torch.arange(1, ranker.bins + 1, device=self.order.device, dtype=torch.float32)
+            return edges[:, None].expand(-1, rows.stop - rows.start).contiguous(), kernels.RAMP, unit
+        return prepared.columns, kernels.STEP, 1.0
+
+    def _count(self, rows: slice, comparisons: Tensor, mode: Any, unit: float) -> Tensor:
+        width, count = comparisons.shape
+        sigmoid = mode == kernels.SIGMOID
+        row_tiles, panels = triton.cdiv(count, TILE), triton.cdiv(self.num_candidates, TILE)
+        # enough programs for two waves on a large GPU; splits are summed in a fixed order
+        splits = max(1, min(panels, 264 // row_tiles))
+        per_split = triton.cdiv(panels, splits)
+        splits = triton.cdiv(panels, per_split)
+        dtype = torch.int32 if mode == kernels.STEP else torch.float32
+        sums = torch.zeros((2 if sigmoid else 1, splits, width, count), dtype=dtype, device=comparisons.device)
+        if width:
+            operands, constants, _ = self._launch(unit)
+            kernels.count_kernel[(row_tiles, splits)](
+                *operands[:4], *self.layout.spans[:3], comparisons, sums[0], sums[-1],
+                rows.start, count, self.num_candidates, operands[4], width, per_split,
+                MODE=mode, SLOPES=sigmoid, **constants,
+            )  # fmt: skip
+        total = sums.sum(dim=1)
+        self.slopes.append(total[1] if sigmoid else None)
+        return total[0].t()
+
+    def pull(self, ranker: Ranker, prepared: list[Any], aimed: list[Any], seed: int) -> list[Tensor | None]:
+        sides = [
+            self._side(ranker, prepared[chunk], aimed[chunk], rows) for chunk, rows in enumerate(self.chunks)
+        ]
+        peak = torch.stack([side.peak for side in sides]).amax().clamp(min=1e-30)
+        self.gradient_scale = GRADIENT_PEAK / (peak * (2 if self.mirrored else 1))
+        for side in sides:
+            side.rescale(self.gradient_scale)
+        unit = self._comparisons(ranker, prepared[0], self.chunks[0])[2]
+        d = self.bases[0].shape[1]
+        self.products = [torch.zeros(len(base), d, device=base.device) for base in self.bases]
+        for index, rows in enumerate(self.chunks):
+            self._pull_group(sides, index, rows, unit)
+        if isinstance(ranker, Sigmoid):
+            return [-(aim[0] * slopes).t() for aim, slopes in zip(aimed, self.slopes, strict=True)]
+        return [None if side.reached is None else side.reached.t() for side in sides]
+
+    def _side(self, ranker: Ranker, prepared: Any, aimed: Any, rows: slice) -> "PullSide":
+        count = rows.stop - rows.start
+        none = torch.zeros(1, device=self.order.device)
+        if isinstance(ranker, Sigmoid):
+            comparisons, mode, _ = self._comparisons(ranker, prepared, rows)
+            weights = aimed[0]
+            return PullSide(mode, comparisons, weights.clone(), none, None, weights.abs().sum(dim=0).amax() / 4)
+        if isinstance(ranker, Histogram):
+            # the table as steps at the edges, from the lowest score up: below all edges the sum is exactly 0
+            table = aimed[0].t()[:-1]  # [bins, rows]
+            steps = torch.cat((-table[:1], table[:-1] - table[1:], table[-1:]))
+            edges = ranker.high / ranker.width - torch.arange(ranker.bins + 1, device=table.device, dtype=torch.float32)
+            return PullSide(kernels.RAMP, edges[:, None].expand(-1, count).contiguous(), steps, none, None, table.abs().amax())
+        perturbed, scale = aimed
+        reached = torch.zeros(prepared.columns.shape, dtype=torch.int32, device=self.order.device)
+        peak = scale.abs().amax() * max(prepared.columns.shape[0], 1)
+        return PullSide(kernels.STEP, prepared.columns, perturbed.columns, scale[:, 0].clone(), reached, peak)
+
+    def _pull_group(self, sides: list["PullSide"], index: int, group: slice, unit: float) -> None:
+        """All chunks of a group of queries: gradient tiles, then the library's products with them."""
+        split = self.precision == "high"
+        all_rows = len(self.order)
+        most = max(CHUNK_BYTES // (2 * self.num_candidates * (2 if split else 1)) // TILE * TILE, TILE)
+        size = min(CHUNK_ROWS, most)
+        operands, constants, _ = self._launch(unit)
+        for begin in range(group.start, group.stop, size):
+            end = min(begin + size, group.stop)
+            first_column = begin if self.mirrored else 0
+            width = (all_rows if self.mirrored else self.num_candidates) - first_column
+            stride = width + -width % 8  # rows of 16 bytes
+            buffers = [torch.empty(end - begin, stride, dtype=torch.float16, device=self.order.device) for _ in range(1 + split)]
+            side = sides[index]
+            # columns of one set of embeddings are queries too, group by group; other candidates are one group
+            for other, columns in enumerate(self.chunks if self.mirrored else [slice(0, self.num_candidates)]):
+                start = max(columns.start, begin) if self.mirrored else 0
+                if columns.stop <= start:
+                    continue
+                mirror = sides[other] if self.mirrored else side
+                kernels.pull_kernel[(triton.cdiv(columns.stop - start, TILE), triton.cdiv(end - begin, TILE))](
+                    *operands[:4], *self.layout.spans[:3],
+                    side.comparisons, side.weights, side.scale, side.reached_or_none,
+                    mirror.comparisons, mirror.weights, mirror.scale, mirror.reached_or_none,
+                    buffers[0], buffers[-1],
+                    group.start, group.stop - group.start, begin, end - begin,
+                    columns.start, columns.stop - columns.start, start, self.num_candidates, stride, operands[4],
+                    side.comparisons.shape[0], mirror.comparisons.shape[0],
+                    MODE=side.mode, MIRRORED=self.mirrored, SPLIT=split, **constants,
+                )  # fmt: skip
+            self._multiply([b[:, :width] for b in buffers], begin, end)
+
+    def _multiply(self, gradient: list[Tensor], begin: int, end: int) -> None:
+        queries, candidates = self.queries.parts, self.candidates.parts
+        if self.mirrored:
+            self.products[0][begin:end] += _split_product(gradient, [part[begin:] for part in candidates])
+            if end < len(self.order):
+                beyond = [g[:, end - begin :].t() for g in gradient]
+                self.products[0][end:] += _split_product(beyond, [part[begin:end] for part in queries])
+        else:
+            self.products[0][begin:end] += _split_product(gradient, list(candidates))
+            self.products[1] += _split_product([g.t() for g in gradient], [part[begin:end] for part in queries])
+
+    def gradients(self, d_relevant: list[Tensor]) -> tuple[Tensor, ...]:
+        flat = torch.cat([d.contiguous().view(-1) for d in d_relevant])
+        lists, (start, stop, own, _) = self.lists, self.layout.spans
+        if self.mirrored:
+            return (self._gather(2, 0, self.bases[0], lists.query_order, flat, start, stop, lists.query_order),)
+        d_queries = self._gather(0, 0, self.bases[1], lists.candidate_order, flat, start, stop, lists.query_order)
+        first, last = lists.query_runs()
+        d_candidates = self._gather(1, 1, self.bases[0], lists.query_order, flat, first.int(), last.int(), lists.candidate_order)
+        return d_queries, d_candidates
+
+    def _gather(
+        self, role: int, index: int, partners: Tensor, partner_order: Tensor, flat: Tensor, first: Tensor, last: Tensor, order: Tensor
+    ) -> Tensor:
+        out = torch.empty_like(self.bases[index])
+        items, d = out.shape
+        other = self.candidates if role != 1 else self.queries
+        block = min(1024, triton.next_power_of_2(d))
+        kernels.gather_kernel[(items, triton.cdiv(d, block))](
+            partners, partner_order, flat, self.layout.offsets, self.layout.spans[0], self.layout.spans[2], first, last,
+            self.products[index], 1 / (self.gradient_scale * other.scale), order, out, d,
+            ROLE=role, BD=block,
+        )  # fmt: skip
+        return out
+
+
+class PullSide:
+    """What a group of queries brings to the tiles of the score gradient."""
+
+    def __init__(self, mode: Any, comparisons: Tensor, weights: Tensor, scale: Tensor, reached: Tensor | None, peak: Tensor) -> None:
+        self.mode, self.comparisons, self.weights = mode, comparisons, weights
+        self.scale, self.reached, self.peak = scale, reached, peak
+
+    @property
+    def reached_or_none(self) -> Tensor:
+        return self.comparisons if self.reached is None else self.reached  # not read where nothing is counted
+
+    def rescale(self, factor: Tensor) -> None:
+        if self.mode == kernels.STEP:
+            self.scale = self.scale * factor
+        else:
+            self.weights = (self.weights * factor).contiguous()
+
+
+def _split_product(gradient: list[Tensor], parts: list[Tensor]) -> Tensor:
+    """gradient @ parts, with the low halves of both where there are any; the low half of the gradient is kept 2048 times."""
+    out = product(gradient[0], parts[0])
+    if len(gradient) > 1:
+        out += product(gradient[0], parts[1])
+        out += product(gradient[1], parts[0]) * (1 / 2048)
+    return out

@@ -1,0 +1,282 @@
+"""Triton kernels of the embedding door. Same contract as the tiled path, float32 inside.
+
+    relevant_kernel   scores of relevant pairs, by the same arithmetic as every other tile
+    count_kernel      a program owns BM queries and walks over candidates: how much lies ahead of each comparison
+    pull_kernel       one tile of the gradient of scores, written in float16 for the library's matrix products
+    gather_kernel     what the relevant pairs give back, added to the products' result in the caller's row order
+
+Queries and candidates are in class order, in two operands of equal width D, rows padded to whole tiles with zeros. A
+score is acc * alpha + row_bias + column_bias. Comparisons are kept comparison-major, [P, rows], so that a load over
+queries is contiguous. Every sum has one owner or is an integer, so the same input gives the same bits.
+
+Letters:  BM queries, BN candidates of a tile   P comparisons   i_ program index, o_ offsets, b_ a block in registers
+"""
+
+import triton
+import triton.language as tl
+
+SIGMOID = tl.constexpr(0)
+STEP = tl.constexpr(1)
+RAMP = tl.constexpr(2)
+
+
+@triton.jit
+def _reciprocal(b_x, ASM: tl.constexpr):
+    if ASM:  # one instruction, where a division takes six; relative error 2**-23
+        b_y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        b_y = 1.0 / b_x
+    return b_y
+
+
+@triton.jit
+def _behind(b_s, b_t, ASM: tl.constexpr):
+    """1 - sigmoid of scores against comparisons, both scaled so that the base is 2; 1 at a hidden score of -inf."""
+    return _reciprocal(1.0 + tl.exp2(b_s - b_t), ASM)
+
+
+@triton.jit
+def _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    o_k = tl.arange(0, BK)
+    p_q = queries + o_m.to(tl.int64)[:, None] * D + o_k[None, :]
+    p_c = candidates + o_n.to(tl.int64)[None, :] * D + o_k[:, None]
+    b_s = tl.zeros([BM, BN], tl.float32)
+    for _ in range(0, D, BK):
+        b_s = tl.dot(tl.load(p_q), tl.load(p_c), b_s)
+        p_q += BK
+        p_c += BK
+    return b_s * tl.load(alpha) + (tl.load(row_bias + o_m)[:, None] + tl.load(column_bias + o_n)[None, :])
+
+
+@triton.jit
+def _hide(b_s, b_start, b_stop, b_own, o_n, num_candidates, KEEP_OWN: tl.constexpr):
+    """-inf where a column is relevant to the row, the row's own, or past the end."""
+    b_hidden = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_stop[:, None])
+    b_is_own = o_n[None, :] == b_own[:, None]
+    if KEEP_OWN:
+        b_hidden = b_hidden & (b_is_own == 0)
+    else:
+        b_hidden = b_hidden | b_is_own
+    return tl.where(b_hidden | (o_n[None, :] >= num_candidates), float("-inf"), b_s)
+
+
+@triton.jit
+def _band(b_start, b_stop, b_own):
+    """First and one past the last column that `_hide` may touch for these rows."""
+    b_any = b_stop > b_start
+    big = 2147483647
+    first = tl.minimum(tl.min(tl.where(b_any, b_start, big), 0), tl.min(tl.where(b_own >= 0, b_own, big), 0))
+    last = tl.maximum(tl.max(tl.where(b_any, b_stop, 0), 0), tl.max(b_own + 1, 0))
+    return first, last
+
+
+@triton.jit
+def relevant_kernel(
+    queries, candidates, row_bias, column_bias, start, stop, own, num_relevant, out,
+    first_row, num_rows, alpha, P,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    o_r = tl.program_id(0) * BM + tl.arange(0, BM)
+    o_m = first_row + o_r
+    m_m = o_r < num_rows
+    b_start = tl.load(start + o_m, mask=m_m, other=0)
+    b_stop = tl.load(stop + o_m, mask=m_m, other=0)
+    b_own = tl.load(own + o_m, mask=m_m, other=-1)
+    b_count = tl.load(num_relevant + o_m, mask=m_m, other=0)
+    b_own_inside = (b_own >= b_start) & (b_own < b_stop)
+    big = 2147483647
+    first = tl.min(tl.where(b_count > 0, b_start, big), 0)
+    last = tl.max(tl.where(b_count > 0, b_stop, 0), 0)
+    for i_n in range(first // BN, tl.cdiv(last, BN)):
+        o_n = i_n * BN + tl.arange(0, BN)
+        b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, D, BM, BN, BK)
+        for p in range(0, P):
+            b_column = b_start + p
+            b_column += (b_own_inside & (b_column >= b_own)).to(tl.int32)
+            b_here = m_m & (p < b_count) & (b_column >= i_n * BN) & (b_column < (i_n + 1) * BN)
+            b_t = tl.sum(tl.where(o_n[None, :] == b_column[:, None], b_s, 0.0), 1)
+            tl.store(out + tl.cast(p, tl.int64) * num_rows + o_r, b_t, mask=b_here)
+
+
+@triton.jit
+def count_kernel(
+    queries, candidates, row_bias, column_bias, start, stop, own, comparisons, counts, slopes,
+    first_row, num_rows, num_candidates, alpha, P, panels_per_split,
+    MODE: tl.constexpr, SLOPES: tl.constexpr, KEEP_OWN: tl.constexpr, ASM: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    o_r = tl.program_id(0) * BM + tl.arange(0, BM)
+    i_split = tl.program_id(1)
+    o_m = first_row + o_r
+    m_m = o_r < num_rows
+    b_start = tl.load(start + o_m, mask=m_m, other=0)
+    b_stop = tl.load(stop + o_m, mask=m_m, other=0)
+    b_own = tl.load(own + o_m, mask=m_m, other=-1)
+    first, last = _band(b_start, b_stop, b_own)
+    p_out = i_split.to(tl.int64) * P * num_rows + o_r
+    i_stop = tl.minimum((i_split + 1) * panels_per_split, tl.cdiv(num_candidates, BN))
+    for i_n in range(i_split * panels_per_split, i_stop):
+        o_n = i_n * BN + tl.arange(0, BN)
+        b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, D, BM, BN, BK)
+        if ((i_n * BN < last) & ((i_n + 1) * BN > first)) | ((i_n + 1) * BN > num_candidates):
+            b_s = _hide(b_s, b_start, b_stop, b_own, o_n, num_candidates, KEEP_OWN)
+        for p in range(0, P):
+            b_t = tl.load(comparisons + tl.cast(p, tl.int64) * num_rows + o_r, mask=m_m, other=float("inf"))
+            p_c = p_out + tl.cast(p, tl.int64) * num_rows
+            if MODE == SIGMOID:
+                b_behind = _behind(b_s, b_t[:, None], ASM)
+                # ranks are small where it matters: per tile the complement is exact to a rounding of BN
+                b_c = BN - tl.sum(b_behind, 1)
+                if SLOPES:
+                    b_a = tl.load(slopes + p_c, mask=m_m, other=0.0)
+                    tl.store(slopes + p_c, b_a + tl.sum(b_behind - b_behind * b_behind, 1), mask=m_m)
+            elif MODE == STEP:
+                b_c = tl.sum((b_s >= b_t[:, None]).to(tl.int32), 1)
+            else:
+                b_c = tl.sum(tl.minimum(tl.maximum(b_s - b_t[:, None], 0.0), 1.0), 1)
+            b_old = tl.load(counts + p_c, mask=m_m, other=0)
+            tl.store(counts + p_c, b_old + b_c, mask=m_m)
+
+
+@triton.jit
+def _pull(b_s, b_t, b_w, b_g, MODE: tl.constexpr, ASM: tl.constexpr):
+    """Adds one comparison's gradient to b_g; b_t and b_w are broadcast along the candidates."""
+    if MODE == SIGMOID:
+        b_behind = _behind(b_s, b_t, ASM)
+        b_g += b_w * (b_behind - b_behind * b_behind)
+    elif MODE == STEP:  # b_w is the perturbed threshold
+        b_g += (b_w > b_s).to(tl.float32) - (b_t > b_s).to(tl.float32)
+    else:  # b_w is the step of the table at this edge
+        b_g += tl.where(b_s > b_t, b_w, 0.0)
+    return b_g
+
+
+@triton.jit
+def pull_kernel(
+    queries, candidates, row_bias, column_bias, start, stop, own,
+    row_t, row_w, row_scale, row_reached, column_t, column_w, column_scale, column_reached, high, low,
+    first_row, num_rows, chunk_row, chunk_rows, first_column, num_columns, from_column, num_candidates, row_width, alpha, row_p, column_p,
+    MODE: tl.constexpr, MIRRORED: tl.constexpr, SPLIT: tl.constexpr, KEEP_OWN: tl.constexpr, ASM: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Rows chunk_row.. of the group of queries that begins at first_row, columns of the group that begins at first_column."""
+    o_l = tl.program_id(1) * BM + tl.arange(0, BM)  # within the chunk
+    o_r = chunk_row - first_row + o_l  # within the group
+    o_m = chunk_row + o_l
+    m_m = (o_l < chunk_rows) & (o_r < num_rows)
+    n_first = from_column + tl.program_id(0) * BN
+    o_n = n_first + tl.arange(0, BN)
+    o_c = o_n - first_column  # within the group of columns
+    m_n = o_c < num_columns
+    b_start = tl.load(start + o_m, mask=m_m, other=0)
+    b_stop = tl.load(stop + o_m, mask=m_m, other=0)
+    b_own = tl.load(own + o_m, mask=m_m, other=-1)
+    first, last = _band(b_start, b_stop, b_own)
+    b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, D, BM, BN, BK)
+    if ((n_first < last) & (n_first + BN > first)) | (n_first + BN > num_candidates):
+        b_s = _hide(b_s, b_start, b_stop, b_own, o_n, num_candidates, KEEP_OWN)
+    b_g = tl.zeros([BM, BN], tl.float32)
+    for p in range(0, row_p):
+        p_t = tl.cast(p, tl.int64) * num_rows + o_r
+        b_t = tl.load(row_t + p_t, mask=m_m, other=float("inf"))
+        b_w = tl.load(row_w + p_t, mask=m_m, other=float("inf") if MODE == STEP else 0.0)
+        b_g = _pull(b_s, b_t[:, None], b_w[:, None], b_g, MODE, ASM)
+        if MODE == STEP:
+            tl.atomic_add(row_reached + p_t, tl.sum((b_s >= b_w[:, None]).to(tl.int32), 1), mask=m_m, sem="relaxed")
+    if MODE == STEP:
+        b_g = b_g * tl.load(row_scale + o_r, mask=m_m, other=0.0)[:, None]
+    if MIRRORED:
+        b_mirror = tl.zeros([BM, BN], tl.float32)
+        # a row past the end must not be counted by the columns
+        b_s = tl.where(m_m[:, None], b_s, float("-inf"))
+        for p in range(0, column_p):
+            p_t = tl.cast(p, tl.int64) * num_columns + o_c
+            b_t = tl.load(column_t + p_t, mask=m_n, other=float("inf"))
+            b_w = tl.load(column_w + p_t, mask=m_n, other=float("inf") if MODE == STEP else 0.0)
+            b_mirror = _pull(b_s, b_t[None, :], b_w[None, :], b_mirror, MODE, ASM)
+            if MODE == STEP:
+                # tiles of the chunk's own square are visited from both sides, and the rows have counted there
+                m_new = m_n & (o_n >= chunk_row + chunk_rows)
+                tl.atomic_add(column_reached + p_t, tl.sum((b_s >= b_w[None, :]).to(tl.int32), 0), mask=m_new, sem="relaxed")
+        if MODE == STEP:
+            b_mirror = b_mirror * tl.load(column_scale + o_c, mask=m_n, other=0.0)[None, :]
+        b_g += b_mirror
+    p_g = o_l.to(tl.int64)[:, None] * row_width + (o_n - chunk_row if MIRRORED else o_n)[None, :]
+    m_g = (o_l < chunk_rows)[:, None] & m_n[None, :]
+    b_high = b_g.to(tl.float16)
+    tl.store(high + p_g, b_high, mask=m_g)
+    if SPLIT:
+        tl.store(low + p_g, ((b_g - b_high.to(tl.float32)) * 2048.0).to(tl.float16), mask=m_g)
+
+
+@triton.jit
+def gather_kernel(
+    partners, partner_order, d_relevant, offset, start, own, first_partner, last_partner, product, product_scale, order, out, d,
+    ROLE: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """out[order[i]] = product[i] * scale + sum over the partners j of i in relevant pairs of dL/ds_ij * partner[j].
+
+    ROLE 0: i is a query and its partners are candidates. ROLE 1: i is a candidate, its partners are queries. ROLE 2: both.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    m_d = o_d < d
+    b_sum = tl.load(product + i * d + o_d, mask=m_d, other=0.0) * tl.load(product_scale)
+    first = tl.load(first_partner + i)
+    if ROLE != 1:
+        offset_i = tl.load(offset + i)
+        own_i = tl.load(own + i)
+    for j in range(first, tl.load(last_partner + i)):
+        weight = 0.0
+        if ROLE != 1:  # place of j among the relevant of i: its place in the class, less i itself if that comes before
+            place = j - first - ((own_i >= first) & (own_i < j)).to(tl.int32)
+            weight += tl.load(d_relevant + offset_i + place, mask=j != own_i, other=0.0)
+        if ROLE != 0:
+            start_j = tl.load(start + j)
+            own_j = tl.load(own + j)
+            place = i - start_j - ((own_j >= start_j) & (own_j < i)).to(tl.int32)
+            weight += tl.load(d_relevant + tl.load(offset + j) + place, mask=own_j != i, other=0.0)
+        row = tl.load(partner_order + j)
+        b_sum += weight * tl.load(partners + row * d + o_d, mask=m_d, other=0.0)
+    tl.store(out + tl.load(order + i) * d + o_d, b_sum, mask=m_d)
+
+
+@triton.jit
+def operand_kernel(
+    base, order, mean, scale, as_query, as_candidate, plain, row_bias, column_bias, d,
+    SPLIT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One row of the operands, in class order and scaled; DP is d padded with zeros to a multiple of the product's step.
+
+    SPLIT: x = high + low in two float16; a query is (high, high, low), a candidate (high, low, high), so that one product
+    of width 3 DP sums the three terms that matter. Otherwise: x less the mean in float16 for both, the mean's share in the
+    scores as biases, and x itself for the products of the backward pass.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(order + i)
+    b_scale = tl.load(scale)
+    to_mean = 0.0
+    mean_square = 0.0
+    for k in range(0, DP, BD):
+        o_d = k + tl.arange(0, BD)
+        m_d = o_d < d
+        b_x = tl.load(base + row * d + o_d, mask=m_d, other=0.0)
+        m_o = o_d < DP
+        if SPLIT:
+            b_high = (b_x * b_scale).to(tl.float16)
+            b_low = (b_x * b_scale - b_high.to(tl.float32)).to(tl.float16)
+            p_o = i * (3 * DP) + o_d
+            tl.store(as_query + p_o, b_high, mask=m_o)
+            tl.store(as_query + p_o + DP, b_high, mask=m_o)
+            tl.store(as_query + p_o + 2 * DP, b_low, mask=m_o)
+            tl.store(as_candidate + p_o, b_high, mask=m_o)
+            tl.store(as_candidate + p_o + DP, b_low, mask=m_o)
+            tl.store(as_candidate + p_o + 2 * DP, b_high, mask=m_o)
+        else:
+            b_mean = tl.load(mean + o_d, mask=m_d, other=0.0)
+            to_mean += tl.sum(b_x * b_mean, 0)
+            mean_square += tl.sum(b_mean * b_mean, 0)
+            tl.store(as_query + i * DP + o_d, ((b_x - b_mean) * b_scale).to(tl.float16), mask=m_o)
+            tl.store(plain + i * DP + o_d, (b_x * b_scale).to(tl.float16), mask=m_o)
+    tl.store(row_bias + i, to_mean)
+    tl.store(column_bias + i, to_mean - mean_square)
