@@ -115,7 +115,12 @@ class WeightedRecall:
 
 def _irrelevant_ahead(ranks: Ranks) -> Tensor:
     # soft ranks are sums in another order and may differ by a rounding where nothing is ahead
-    return (ranks.rank - ranks.positive_rank).clamp(min=0)
+    return _at_least(ranks.rank - ranks.positive_rank, 0)
+
+
+def _at_least(values: Tensor, least: float) -> Tensor:
+    """max(values, least) with slope 1 at equality, where ranks often are; that of `clamp` depends on torch's version."""
+    return torch.where(values < least, least, values)
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class NDCG:
     """1 - DCG / ideal DCG with gain / log2(1 + rank). The graded relevance is the gain; pass 2**grade - 1 for that variant."""
 
     def __call__(self, ranks: Ranks) -> Tensor:
-        dcg = (ranks.gain * _discount(ranks.rank.clamp(min=1))).sum(dim=1)
+        dcg = (ranks.gain * _discount(_at_least(ranks.rank, 1))).sum(dim=1)
         places = torch.arange(1, ranks.ideal.shape[1] + 1, dtype=ranks.ideal.dtype, device=ranks.ideal.device)
         ideal = (ranks.ideal * _discount(places)).sum(dim=1)
         return 1 - dcg / torch.where(ideal > 0, ideal, 1)
@@ -142,7 +147,7 @@ class ReciprocalRank:
 
     def __call__(self, ranks: Ranks) -> Tensor:
         # padding has mass 0 and takes no part wherever it is sorted
-        rank, order = ranks.rank.clamp(min=1).sort(dim=1, stable=True)
+        rank, order = _at_least(ranks.rank, 1).sort(dim=1, stable=True)
         reached = ranks.mass.gather(1, order).cumsum(dim=1).clamp(max=1)
         first = torch.diff(reached, dim=1, prepend=torch.zeros_like(reached[:, :1]))
         return 1 - (first / rank).sum(dim=1)

@@ -6,7 +6,7 @@ Each takes the keyword arguments of `RankLoss` too.
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from rankgrad._checks import check_choice
+from rankgrad._checks import check_choice, check_count, check_positive
 from rankgrad.losses.objectives import AveragePrecision, LogLogRecall, LogRecall, RecallAtK
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.ops.rankers import Blackbox, Histogram, Sigmoid
@@ -33,6 +33,8 @@ class RecallAtKLoss(RankLoss):
         query_in_database: bool = False,
         **options: Any,
     ) -> None:
+        check_positive(tau_rank, name="tau_rank", caller="RecallAtKLoss")
+        check_positive(tau_cut, name="tau_cut", caller="RecallAtKLoss")
         super().__init__(Sigmoid(tau_rank), RecallAtK(ks, tau_cut), **options)
         self.own_is_ranked = query_in_database
 
@@ -55,6 +57,7 @@ class FastAPLoss(RankLoss):
     """
 
     def __init__(self, num_bins: int = 10, **options: Any) -> None:
+        check_count(num_bins, name="num_bins", caller="FastAPLoss")
         super().__init__(Histogram(num_bins), AveragePrecision(), **options)
 
 

@@ -139,7 +139,7 @@ class Sigmoid(Ranker):
     def aim(self, grads: tuple[Tensor, ...], relevant: Relevant, prepared: Tensor, share: Share) -> tuple[Tensor, Tensor]:
         d_rank, d_positive_rank, _, _ = (g * share.incoming for g in grads)
         # a relevant item ahead moves both ranks; an irrelevant one only the rank among all
-        weights = torch.stack((d_rank, d_rank + d_positive_rank)) * (relevant.valid / self.tau)
+        weights = torch.stack((d_rank, d_rank + d_positive_rank)) * relevant.valid / self.tau
         weights = weights.to(relevant.scores.dtype).transpose(1, 2).contiguous()
         return weights[0], weights[1]
 
@@ -208,7 +208,7 @@ class Blackbox(Ranker):
         return _item_ranks(counts, _proper_ranks(prepared.values, relevant.valid), relevant)
 
     def aim(self, grads: tuple[Tensor, ...], relevant: Relevant, prepared: Thresholds, share: Share) -> tuple[Thresholds, Tensor]:
-        raw_lam = self.lam * relevant.list_length[:, None].to(relevant.rank_dtype)
+        raw_lam = self.lam * relevant.list_length[:, None].clamp(min=1).to(relevant.rank_dtype)  # a list may be empty
         step = (raw_lam * share.unit * grads[0]).to(prepared.values.dtype)
         scale = (share.incoming / (share.unit * raw_lam)).to(prepared.values.dtype)
         return Thresholds(torch.where(relevant.valid, prepared.values + step, torch.inf)), scale

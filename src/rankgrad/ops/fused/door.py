@@ -9,18 +9,22 @@ import triton
 from torch import Tensor
 
 from rankgrad.ops.fused import kernels
-from rankgrad.ops.fused.operands import TILE, Operands, Precision, product, scale_of
+from rankgrad.ops.fused.operands import TILE, WIDEST, Operands, Precision, add_product, scale_of
 from rankgrad.ops.lists import LabelLists
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Relevant, Sigmoid
 
-SCORE_TILE = {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}
+# Tiles and schedules, found by timing on an H200. A counting tile is wider than a gradient tile, which needs registers
+# for scores, powers and sums at once. The tile of `relevant_kernel` is that of counting, for equal arithmetic.
+COUNT_TILE = {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}
+PULL_TILE = {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}
+STRIPE = 8
 
 # Relevant pairs, padding included, below which all queries are one group: an objective then is one pass of small launches.
 ONE_GROUP = 2**22
 
-# Most rows of the score gradient that exist at once, and most bytes of them: 4,096 rows fill an H200 in a product with 512
-# columns, 4 GiB are its share of memory at a million candidates.
-CHUNK_ROWS = 4096
+# Most rows of the score gradient that exist at once, and most bytes of them: fewer rows leave an H200 idle in a product
+# with 512 columns, 4 GiB are their share of memory at a million candidates.
+CHUNK_ROWS = 2048
 CHUNK_BYTES = 2**32
 
 # The gradient of scores is scaled so that its largest possible entry is here; float16 ends at 65,504.
@@ -95,7 +99,8 @@ class FusedDoor:
             self.queries if candidates is None else Operands.of(others, lists.candidate_order, mean, scale_of(others, unit), precision)
         )
         self.num_candidates = len(lists.candidate_order)
-        self.slopes: list[Tensor | None] = []
+        self.slopes: list[Tensor] = []
+        self.centres: list[Tensor] = []
         self.asm = queries.is_cuda
 
     def relevant(self, chunk: int) -> Relevant:
@@ -103,9 +108,8 @@ class FusedDoor:
         count = rows.stop - rows.start
         scores = torch.full((width, count), torch.inf, device=self.order.device)
         if width:
-            operands, _, tile = self._launch(1.0)
             kernels.relevant_kernel[(triton.cdiv(count, TILE),)](
-                *operands[:4], *self.layout.spans, scores, rows.start, count, operands[4], width, **tile
+                *self._operands(1.0), *self.layout.spans, scores, rows.start, count, width, **self._shape, **COUNT_TILE
             )
         num_relevant = self.lists.num_relevant[rows]
         return Relevant(
@@ -117,15 +121,21 @@ class FusedDoor:
             rank_dtype=torch.float32,
         )
 
-    def _launch(self, unit: float) -> tuple[tuple[Tensor, ...], dict[str, Any], dict[str, Any]]:
-        """Operands for scores in multiples of 1 / unit, and the compile-time arguments of every kernel that makes a tile."""
+    def _operands(self, unit: float) -> tuple[Tensor, ...]:
+        """What makes a score, in multiples of 1 / unit."""
         q, c = self.queries, self.candidates
-        operands = (q.as_query, c.as_candidate, q.row_bias * unit, c.column_bias * unit, unit / (q.scale * c.scale))
-        tile = {"D": q.as_query.shape[1], **SCORE_TILE}
-        return operands, {"KEEP_OWN": self.lists.own_is_ranked, "ASM": self.asm, **tile}, tile
+        return q.as_query, c.as_candidate, q.row_bias * unit, c.column_bias * unit, unit / (q.scale * c.scale)
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        return {"SPLIT": self.precision == "high", "D": self.queries.as_query.shape[1]}
+
+    @property
+    def _constants(self) -> dict[str, Any]:
+        return {"KEEP_OWN": self.lists.own_is_ranked, "ASM": self.asm, **self._shape}
 
     def count(self, ranker: Ranker, prepared: list[Any], seed: int) -> list[Tensor]:
-        self.slopes = []
+        self.slopes, self.centres = [], []
         counts = []
         for chunk, rows in enumerate(self.chunks):
             comparisons, mode, unit = self._comparisons(ranker, prepared[chunk], rows)
@@ -146,28 +156,27 @@ class FusedDoor:
     def _count(self, rows: slice, comparisons: Tensor, mode: Any, unit: float) -> Tensor:
         width, count = comparisons.shape
         sigmoid = mode == kernels.SIGMOID
-        row_tiles, panels = triton.cdiv(count, TILE), triton.cdiv(self.num_candidates, TILE)
+        row_tiles, panels = triton.cdiv(count, TILE), triton.cdiv(self.num_candidates, COUNT_TILE["BN"])
         # enough programs for two waves on a large GPU; splits are summed in a fixed order
-        splits = max(1, min(panels, 264 // row_tiles))
-        per_split = triton.cdiv(panels, splits)
+        per_split = triton.cdiv(panels, max(1, min(panels, 264 // row_tiles)))
         splits = triton.cdiv(panels, per_split)
         dtype = torch.int32 if mode == kernels.STEP else torch.float32
-        sums = torch.zeros((2 if sigmoid else 1, splits, width, count), dtype=dtype, device=comparisons.device)
+        sums = torch.zeros((1 + sigmoid, splits, width, count), dtype=dtype, device=comparisons.device)
+        centres = torch.zeros(count if sigmoid else 1, device=comparisons.device)
         if width:
-            operands, constants, _ = self._launch(unit)
             kernels.count_kernel[(row_tiles, splits)](
-                *operands[:4], *self.layout.spans[:3], comparisons, sums[0], sums[-1],
-                rows.start, count, self.num_candidates, operands[4], width, per_split,
-                MODE=mode, SLOPES=sigmoid, **constants,
+                *self._operands(unit), *self.layout.spans[:3], comparisons, sums[0], sums[-1], centres,
+                rows.start, count, self.num_candidates, width, per_split,
+                MODE=mode, **self._constants, **COUNT_TILE,
             )  # fmt: skip
         total = sums.sum(dim=1)
-        self.slopes.append(total[1] if sigmoid else None)
+        if sigmoid:
+            self.slopes.append(total[1])
+            self.centres.append(centres)
         return total[0].t()
 
     def pull(self, ranker: Ranker, prepared: list[Any], aimed: list[Any], seed: int) -> list[Tensor | None]:
-        sides = [
-            self._side(ranker, prepared[chunk], aimed[chunk], rows) for chunk, rows in enumerate(self.chunks)
-        ]
+        sides = [self._side(ranker, chunk, prepared[chunk], aimed[chunk]) for chunk in range(len(self.chunks))]
         peak = torch.stack([side.peak for side in sides]).amax().clamp(min=1e-30)
         self.gradient_scale = GRADIENT_PEAK / (peak * (2 if self.mirrored else 1))
         for side in sides:
@@ -181,23 +190,22 @@ class FusedDoor:
             return [-(aim[0] * slopes).t() for aim, slopes in zip(aimed, self.slopes, strict=True)]
         return [None if side.reached is None else side.reached.t() for side in sides]
 
-    def _side(self, ranker: Ranker, prepared: Any, aimed: Any, rows: slice) -> "PullSide":
-        count = rows.stop - rows.start
-        none = torch.zeros(1, device=self.order.device)
+    def _side(self, ranker: Ranker, chunk: int, prepared: Any, aimed: Any) -> "PullSide":
+        rows = self.chunks[chunk]
         if isinstance(ranker, Sigmoid):
             comparisons, mode, _ = self._comparisons(ranker, prepared, rows)
-            weights = aimed[0]
-            return PullSide(mode, comparisons, weights.clone(), none, None, weights.abs().sum(dim=0).amax() / 4)
+            return PullSide(mode, comparisons, aimed[0], self.centres[chunk], None, aimed[0].abs().sum(dim=0).amax() / 4)
         if isinstance(ranker, Histogram):
             # the table as steps at the edges, from the lowest score up: below all edges the sum is exactly 0
             table = aimed[0].t()[:-1]  # [bins, rows]
             steps = torch.cat((-table[:1], table[:-1] - table[1:], table[-1:]))
             edges = ranker.high / ranker.width - torch.arange(ranker.bins + 1, device=table.device, dtype=torch.float32)
-            return PullSide(kernels.RAMP, edges[:, None].expand(-1, count).contiguous(), steps, none, None, table.abs().amax())
+            edges = edges[:, None].expand(-1, rows.stop - rows.start).contiguous()
+            return PullSide(kernels.RAMP, edges, steps, steps, None, table.abs().amax())
         perturbed, scale = aimed
         reached = torch.zeros(prepared.columns.shape, dtype=torch.int32, device=self.order.device)
         peak = scale.abs().amax() * max(prepared.columns.shape[0], 1)
-        return PullSide(kernels.STEP, prepared.columns, perturbed.columns, scale[:, 0].clone(), reached, peak)
+        return PullSide(kernels.STEP, prepared.columns, perturbed.columns, scale[:, 0], reached, peak)
 
     def _pull_group(self, sides: list["PullSide"], index: int, group: slice, unit: float) -> None:
         """All chunks of a group of queries: gradient tiles, then the library's products with them."""
@@ -205,7 +213,7 @@ class FusedDoor:
         all_rows = len(self.order)
         most = max(CHUNK_BYTES // (2 * self.num_candidates * (2 if split else 1)) // TILE * TILE, TILE)
         size = min(CHUNK_ROWS, most)
-        operands, constants, _ = self._launch(unit)
+        operands = self._operands(unit)
         for begin in range(group.start, group.stop, size):
             end = min(begin + size, group.stop)
             first_column = begin if self.mirrored else 0
@@ -219,28 +227,29 @@ class FusedDoor:
                 if columns.stop <= start:
                     continue
                 mirror = sides[other] if self.mirrored else side
-                kernels.pull_kernel[(triton.cdiv(columns.stop - start, TILE), triton.cdiv(end - begin, TILE))](
-                    *operands[:4], *self.layout.spans[:3],
-                    side.comparisons, side.weights, side.scale, side.reached_or_none,
-                    mirror.comparisons, mirror.weights, mirror.scale, mirror.reached_or_none,
+                tiles = triton.cdiv(columns.stop - start, PULL_TILE["BN"]) * triton.cdiv(end - begin, TILE)
+                kernels.pull_kernel[(tiles,)](
+                    *operands, *self.layout.spans[:3],
+                    side.comparisons, side.weights, side.extra, side.reached_or_any,
+                    mirror.comparisons, mirror.weights, mirror.extra, mirror.reached_or_any,
                     buffers[0], buffers[-1],
                     group.start, group.stop - group.start, begin, end - begin,
-                    columns.start, columns.stop - columns.start, start, self.num_candidates, stride, operands[4],
+                    columns.start, columns.stop - columns.start, start, self.num_candidates, stride,
                     side.comparisons.shape[0], mirror.comparisons.shape[0],
-                    MODE=side.mode, MIRRORED=self.mirrored, SPLIT=split, **constants,
+                    MODE=side.mode, MIRRORED=self.mirrored, GROUP=STRIPE, **self._constants, **PULL_TILE,
                 )  # fmt: skip
             self._multiply([b[:, :width] for b in buffers], begin, end)
 
     def _multiply(self, gradient: list[Tensor], begin: int, end: int) -> None:
         queries, candidates = self.queries.parts, self.candidates.parts
         if self.mirrored:
-            self.products[0][begin:end] += _split_product(gradient, [part[begin:] for part in candidates])
+            _add_split_product(self.products[0][begin:end], gradient, [part[begin:] for part in candidates])
             if end < len(self.order):
                 beyond = [g[:, end - begin :].t() for g in gradient]
-                self.products[0][end:] += _split_product(beyond, [part[begin:end] for part in queries])
+                _add_split_product(self.products[0][end:], beyond, [part[begin:end] for part in queries])
         else:
-            self.products[0][begin:end] += _split_product(gradient, list(candidates))
-            self.products[1] += _split_product([g.t() for g in gradient], [part[begin:end] for part in queries])
+            _add_split_product(self.products[0][begin:end], gradient, list(candidates))
+            _add_split_product(self.products[1], [g.t() for g in gradient], [part[begin:end] for part in queries])
 
     def gradients(self, d_relevant: list[Tensor]) -> tuple[Tensor, ...]:
         flat = torch.cat([d.contiguous().view(-1) for d in d_relevant])
@@ -270,25 +279,24 @@ class FusedDoor:
 class PullSide:
     """What a group of queries brings to the tiles of the score gradient."""
 
-    def __init__(self, mode: Any, comparisons: Tensor, weights: Tensor, scale: Tensor, reached: Tensor | None, peak: Tensor) -> None:
+    def __init__(self, mode: Any, comparisons: Tensor, weights: Tensor, extra: Tensor, reached: Tensor | None, peak: Tensor) -> None:
         self.mode, self.comparisons, self.weights = mode, comparisons, weights
-        self.scale, self.reached, self.peak = scale, reached, peak
+        self.extra, self.reached, self.peak = extra, reached, peak
 
     @property
-    def reached_or_none(self) -> Tensor:
-        return self.comparisons if self.reached is None else self.reached  # not read where nothing is counted
+    def reached_or_any(self) -> Tensor:
+        return self.comparisons if self.reached is None else self.reached  # not touched where nothing is counted
 
     def rescale(self, factor: Tensor) -> None:
         if self.mode == kernels.STEP:
-            self.scale = self.scale * factor
+            self.extra = self.extra * factor
         else:
             self.weights = (self.weights * factor).contiguous()
 
 
-def _split_product(gradient: list[Tensor], parts: list[Tensor]) -> Tensor:
-    """gradient @ parts, with the low halves of both where there are any; the low half of the gradient is kept 2048 times."""
-    out = product(gradient[0], parts[0])
+def _add_split_product(out: Tensor, gradient: list[Tensor], parts: list[Tensor]) -> None:
+    """out += gradient @ parts, with the low halves of both where there are any; that of the gradient is kept 2048 times."""
+    add_product(out, gradient[0], parts[0])
     if len(gradient) > 1:
-        out += product(gradient[0], parts[1])
-        out += product(gradient[1], parts[0]) * (1 / 2048)
-    return out
+        add_product(out, gradient[0], parts[1])
+        add_product(out, gradient[1], parts[0], alpha=1 / 2048)

@@ -30,22 +30,47 @@ def _reciprocal(b_x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _behind(b_s, b_t, ASM: tl.constexpr):
-    """1 - sigmoid of scores against comparisons, both scaled so that the base is 2; 1 at a hidden score of -inf."""
-    return _reciprocal(1.0 + tl.exp2(b_s - b_t), ASM)
+def _power(b_x):
+    """2 ** x without overflow: beyond these ends a sigmoid is 0 or 1 in float32 whatever its comparison."""
+    return tl.exp2(tl.minimum(tl.maximum(b_x, -126.0), 126.0))
 
 
 @triton.jit
-def _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def _behind(b_s, b_e, b_t, b_centre, wide, ASM: tl.constexpr):
+    """1 - sigmoid of scores against a comparison, in units where the base is 2; 1 at a hidden score of -inf.
+
+    With e = 2 ** (s - centre) at hand it costs one product and one reciprocal. That is exact as long as the comparisons of
+    a row are within 2 ** 100 of their centre; otherwise (`wide`) it takes a power of its own.
+    """
+    if wide:
+        b_x = _power(b_s - b_t)
+    else:
+        b_x = b_e * tl.exp2(b_centre - b_t)
+    return _reciprocal(1.0 + b_x, ASM)
+
+
+@triton.jit
+def _scores(
+    queries, candidates, row_bias, column_bias, alpha, o_m, o_n,
+    SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Tensor cores cut off what they add to a sum, so the large products of a split are summed outside, 128 at a time."""
     o_k = tl.arange(0, BK)
     p_q = queries + o_m.to(tl.int64)[:, None] * D + o_k[None, :]
     p_c = candidates + o_n.to(tl.int64)[None, :] * D + o_k[:, None]
+    b_alpha = tl.load(alpha)
     b_s = tl.zeros([BM, BN], tl.float32)
-    for _ in range(0, D, BK):
+    for _ in range(0, 2 * D // 3 if SPLIT else D, BK):
         b_s = tl.dot(tl.load(p_q), tl.load(p_c), b_s)
         p_q += BK
         p_c += BK
-    return b_s * tl.load(alpha) + (tl.load(row_bias + o_m)[:, None] + tl.load(column_bias + o_n)[None, :])
+    b_s *= b_alpha
+    if SPLIT:
+        for _ in range(2 * D // 3, D, BK):
+            b_s += tl.dot(tl.load(p_q), tl.load(p_c)) * b_alpha
+            p_q += BK
+            p_c += BK
+    return b_s + (tl.load(row_bias + o_m)[:, None] + tl.load(column_bias + o_n)[None, :])
 
 
 @triton.jit
@@ -72,9 +97,9 @@ def _band(b_start, b_stop, b_own):
 
 @triton.jit
 def relevant_kernel(
-    queries, candidates, row_bias, column_bias, start, stop, own, num_relevant, out,
-    first_row, num_rows, alpha, P,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    queries, candidates, row_bias, column_bias, alpha, start, stop, own, num_relevant, out,
+    first_row, num_rows, P,
+    SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     o_r = tl.program_id(0) * BM + tl.arange(0, BM)
     o_m = first_row + o_r
@@ -89,7 +114,7 @@ def relevant_kernel(
     last = tl.max(tl.where(b_count > 0, b_stop, 0), 0)
     for i_n in range(first // BN, tl.cdiv(last, BN)):
         o_n = i_n * BN + tl.arange(0, BN)
-        b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, D, BM, BN, BK)
+        b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
         for p in range(0, P):
             b_column = b_start + p
             b_column += (b_own_inside & (b_column >= b_own)).to(tl.int32)
@@ -100,10 +125,10 @@ def relevant_kernel(
 
 @triton.jit
 def count_kernel(
-    queries, candidates, row_bias, column_bias, start, stop, own, comparisons, counts, slopes,
-    first_row, num_rows, num_candidates, alpha, P, panels_per_split,
-    MODE: tl.constexpr, SLOPES: tl.constexpr, KEEP_OWN: tl.constexpr, ASM: tl.constexpr,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    queries, candidates, row_bias, column_bias, alpha, start, stop, own, comparisons, counts, slopes, centres,
+    first_row, num_rows, num_candidates, P, panels_per_split,
+    MODE: tl.constexpr, KEEP_OWN: tl.constexpr, ASM: tl.constexpr,
+    SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     o_r = tl.program_id(0) * BM + tl.arange(0, BM)
     i_split = tl.program_id(1)
@@ -114,57 +139,70 @@ def count_kernel(
     b_own = tl.load(own + o_m, mask=m_m, other=-1)
     first, last = _band(b_start, b_stop, b_own)
     p_out = i_split.to(tl.int64) * P * num_rows + o_r
+    b_centre = tl.zeros([BM], tl.float32)
+    wide = False
+    if MODE == SIGMOID:
+        b_low = tl.full([BM], float("inf"), tl.float32)
+        b_high = tl.full([BM], float("-inf"), tl.float32)
+        for p in range(0, P):
+            b_t = tl.load(comparisons + tl.cast(p, tl.int64) * num_rows + o_r, mask=m_m, other=float("inf"))
+            b_low = tl.minimum(b_low, b_t)
+            b_high = tl.maximum(b_high, tl.where(b_t < float("inf"), b_t, float("-inf")))
+        m_any = b_high >= b_low
+        b_centre = tl.where(m_any, 0.5 * (b_low + b_high), 0.0)
+        wide = tl.max(tl.where(m_any, b_high - b_low, 0.0), 0) > 200.0
+        # infinite where these rows must not be factored
+        tl.store(centres + o_r, tl.where(wide, float("inf"), b_centre), mask=m_m)
     i_stop = tl.minimum((i_split + 1) * panels_per_split, tl.cdiv(num_candidates, BN))
     for i_n in range(i_split * panels_per_split, i_stop):
         o_n = i_n * BN + tl.arange(0, BN)
-        b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, D, BM, BN, BK)
+        b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
         if ((i_n * BN < last) & ((i_n + 1) * BN > first)) | ((i_n + 1) * BN > num_candidates):
             b_s = _hide(b_s, b_start, b_stop, b_own, o_n, num_candidates, KEEP_OWN)
+        b_e = b_s
+        if MODE == SIGMOID:
+            b_e = _power(b_s - b_centre[:, None])
         for p in range(0, P):
-            b_t = tl.load(comparisons + tl.cast(p, tl.int64) * num_rows + o_r, mask=m_m, other=float("inf"))
-            p_c = p_out + tl.cast(p, tl.int64) * num_rows
+            p_p = tl.cast(p, tl.int64) * num_rows
+            b_t = tl.load(comparisons + p_p + o_r, mask=m_m, other=float("inf"))
+            b_old = tl.load(counts + p_p + p_out, mask=m_m, other=0)
             if MODE == SIGMOID:
-                b_behind = _behind(b_s, b_t[:, None], ASM)
-                # ranks are small where it matters: per tile the complement is exact to a rounding of BN
-                b_c = BN - tl.sum(b_behind, 1)
-                if SLOPES:
-                    b_a = tl.load(slopes + p_c, mask=m_m, other=0.0)
-                    tl.store(slopes + p_c, b_a + tl.sum(b_behind - b_behind * b_behind, 1), mask=m_m)
+                b_old_slope = tl.load(slopes + p_p + p_out, mask=m_m, other=0.0)
+                b_behind = _behind(b_s, b_e, b_t[:, None], b_centre[:, None], wide, ASM)
+                b_ahead = 1.0 - b_behind
+                b_c = tl.sum(b_ahead, 1)
+                tl.store(slopes + p_p + p_out, b_old_slope + tl.sum(b_ahead * b_behind, 1), mask=m_m)
             elif MODE == STEP:
                 b_c = tl.sum((b_s >= b_t[:, None]).to(tl.int32), 1)
             else:
                 b_c = tl.sum(tl.minimum(tl.maximum(b_s - b_t[:, None], 0.0), 1.0), 1)
-            b_old = tl.load(counts + p_c, mask=m_m, other=0)
-            tl.store(counts + p_c, b_old + b_c, mask=m_m)
-
-
-@triton.jit
-def _pull(b_s, b_t, b_w, b_g, MODE: tl.constexpr, ASM: tl.constexpr):
-    """Adds one comparison's gradient to b_g; b_t and b_w are broadcast along the candidates."""
-    if MODE == SIGMOID:
-        b_behind = _behind(b_s, b_t, ASM)
-        b_g += b_w * (b_behind - b_behind * b_behind)
-    elif MODE == STEP:  # b_w is the perturbed threshold
-        b_g += (b_w > b_s).to(tl.float32) - (b_t > b_s).to(tl.float32)
-    else:  # b_w is the step of the table at this edge
-        b_g += tl.where(b_s > b_t, b_w, 0.0)
-    return b_g
+            tl.store(counts + p_p + p_out, b_old + b_c, mask=m_m)
 
 
 @triton.jit
 def pull_kernel(
-    queries, candidates, row_bias, column_bias, start, stop, own,
-    row_t, row_w, row_scale, row_reached, column_t, column_w, column_scale, column_reached, high, low,
-    first_row, num_rows, chunk_row, chunk_rows, first_column, num_columns, from_column, num_candidates, row_width, alpha, row_p, column_p,
-    MODE: tl.constexpr, MIRRORED: tl.constexpr, SPLIT: tl.constexpr, KEEP_OWN: tl.constexpr, ASM: tl.constexpr,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    queries, candidates, row_bias, column_bias, alpha, start, stop, own,
+    row_t, row_w, row_extra, row_reached, column_t, column_w, column_extra, column_reached, high, low,
+    first_row, num_rows, chunk_row, chunk_rows, first_column, num_columns, from_column, num_candidates, row_width, row_p, column_p,
+    MODE: tl.constexpr, MIRRORED: tl.constexpr, KEEP_OWN: tl.constexpr, ASM: tl.constexpr,
+    SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Rows chunk_row.. of the group of queries that begins at first_row, columns of the group that begins at first_column."""
-    o_l = tl.program_id(1) * BM + tl.arange(0, BM)  # within the chunk
+    """Rows chunk_row.. of the group of queries that begins at first_row, columns of the group that begins at first_column.
+
+    `extra` is the centre of a row's comparisons (SIGMOID) or the scale of a row's gradient (STEP).
+    """
+    # a stripe of GROUP row tiles at a time, so that the candidates of a wave are read from the cache
+    i = tl.program_id(0)
+    row_tiles = tl.cdiv(chunk_rows, BM)
+    column_tiles = tl.cdiv(first_column + num_columns - from_column, BN)
+    stripe = i // (GROUP * column_tiles)
+    height = tl.minimum(row_tiles - stripe * GROUP, GROUP)
+    in_stripe = i % (GROUP * column_tiles)
+    o_l = (stripe * GROUP + in_stripe % height) * BM + tl.arange(0, BM)  # within the chunk
+    n_first = from_column + (in_stripe // height) * BN
     o_r = chunk_row - first_row + o_l  # within the group
     o_m = chunk_row + o_l
     m_m = (o_l < chunk_rows) & (o_r < num_rows)
-    n_first = from_column + tl.program_id(0) * BN
     o_n = n_first + tl.arange(0, BN)
     o_c = o_n - first_column  # within the group of columns
     m_n = o_c < num_columns
@@ -172,35 +210,56 @@ def pull_kernel(
     b_stop = tl.load(stop + o_m, mask=m_m, other=0)
     b_own = tl.load(own + o_m, mask=m_m, other=-1)
     first, last = _band(b_start, b_stop, b_own)
-    b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, D, BM, BN, BK)
+    b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
     if ((n_first < last) & (n_first + BN > first)) | (n_first + BN > num_candidates):
         b_s = _hide(b_s, b_start, b_stop, b_own, o_n, num_candidates, KEEP_OWN)
+    NOTHING: tl.constexpr = float("inf") if MODE == STEP else 0.0
     b_g = tl.zeros([BM, BN], tl.float32)
+    b_e = b_s
+    b_extra = tl.zeros([BM], tl.float32)
+    wide = False
+    if MODE != RAMP:
+        b_extra = tl.load(row_extra + o_r, mask=m_m, other=0.0)
+    if MODE == SIGMOID:
+        wide = tl.max(b_extra, 0) == float("inf")
+        b_e = _power(b_s - b_extra[:, None])
     for p in range(0, row_p):
         p_t = tl.cast(p, tl.int64) * num_rows + o_r
         b_t = tl.load(row_t + p_t, mask=m_m, other=float("inf"))
-        b_w = tl.load(row_w + p_t, mask=m_m, other=float("inf") if MODE == STEP else 0.0)
-        b_g = _pull(b_s, b_t[:, None], b_w[:, None], b_g, MODE, ASM)
-        if MODE == STEP:
-            tl.atomic_add(row_reached + p_t, tl.sum((b_s >= b_w[:, None]).to(tl.int32), 1), mask=m_m, sem="relaxed")
-    if MODE == STEP:
-        b_g = b_g * tl.load(row_scale + o_r, mask=m_m, other=0.0)[:, None]
+        b_w = tl.load(row_w + p_t, mask=m_m, other=NOTHING)
+        if MODE == SIGMOID:
+            b_behind = _behind(b_s, b_e, b_t[:, None], b_extra[:, None], wide, ASM)
+            b_g += b_w[:, None] * (b_behind - b_behind * b_behind)
+        elif MODE == STEP:  # w is the perturbed threshold
+            b_now = b_w[:, None] > b_s
+            b_g += (b_now.to(tl.float32) - (b_t[:, None] > b_s).to(tl.float32)) * b_extra[:, None]
+            tl.atomic_add(row_reached + p_t, BN - tl.sum(b_now.to(tl.int32), 1), mask=m_m, sem="relaxed")
+        else:  # w is the step of the table at this edge
+            b_g += tl.where(b_s > b_t[:, None], b_w[:, None], 0.0)
     if MIRRORED:
-        b_mirror = tl.zeros([BM, BN], tl.float32)
         # a row past the end must not be counted by the columns
         b_s = tl.where(m_m[:, None], b_s, float("-inf"))
+        b_extra_n = tl.zeros([BN], tl.float32)
+        if MODE != RAMP:
+            b_extra_n = tl.load(column_extra + o_c, mask=m_n, other=0.0)
+        if MODE == SIGMOID:
+            wide = tl.max(b_extra_n, 0) == float("inf")
+            b_e = _power(b_s - b_extra_n[None, :])
+        # tiles of the chunk's own square are visited from both sides, and the rows have counted there
+        m_new = m_n & (o_n >= chunk_row + chunk_rows)
         for p in range(0, column_p):
             p_t = tl.cast(p, tl.int64) * num_columns + o_c
-            b_t = tl.load(column_t + p_t, mask=m_n, other=float("inf"))
-            b_w = tl.load(column_w + p_t, mask=m_n, other=float("inf") if MODE == STEP else 0.0)
-            b_mirror = _pull(b_s, b_t[None, :], b_w[None, :], b_mirror, MODE, ASM)
-            if MODE == STEP:
-                # tiles of the chunk's own square are visited from both sides, and the rows have counted there
-                m_new = m_n & (o_n >= chunk_row + chunk_rows)
-                tl.atomic_add(column_reached + p_t, tl.sum((b_s >= b_w[None, :]).to(tl.int32), 0), mask=m_new, sem="relaxed")
-        if MODE == STEP:
-            b_mirror = b_mirror * tl.load(column_scale + o_c, mask=m_n, other=0.0)[None, :]
-        b_g += b_mirror
+            b_t_n = tl.load(column_t + p_t, mask=m_n, other=float("inf"))
+            b_w_n = tl.load(column_w + p_t, mask=m_n, other=NOTHING)
+            if MODE == SIGMOID:
+                b_behind = _behind(b_s, b_e, b_t_n[None, :], b_extra_n[None, :], wide, ASM)
+                b_g += b_w_n[None, :] * (b_behind - b_behind * b_behind)
+            elif MODE == STEP:
+                b_now = b_w_n[None, :] > b_s
+                b_g += (b_now.to(tl.float32) - (b_t_n[None, :] > b_s).to(tl.float32)) * b_extra_n[None, :]
+                tl.atomic_add(column_reached + p_t, BM - tl.sum(b_now.to(tl.int32), 0), mask=m_new, sem="relaxed")
+            else:
+                b_g += tl.where(b_s > b_t_n[None, :], b_w_n[None, :], 0.0)
     p_g = o_l.to(tl.int64)[:, None] * row_width + (o_n - chunk_row if MIRRORED else o_n)[None, :]
     m_g = (o_l < chunk_rows)[:, None] & m_n[None, :]
     b_high = b_g.to(tl.float16)
@@ -248,8 +307,8 @@ def operand_kernel(
 ):  # fmt: skip
     """One row of the operands, in class order and scaled; DP is d padded with zeros to a multiple of the product's step.
 
-    SPLIT: x = high + low in two float16; a query is (high, high, low), a candidate (high, low, high), so that one product
-    of width 3 DP sums the three terms that matter. Otherwise: x less the mean in float16 for both, the mean's share in the
+    SPLIT: x = high + low in two float16; a query is (low, high, high), a candidate (high, low, high), so that one product
+    of width 3 DP sums the three terms that matter, small ones first. Otherwise: x less the mean in float16 for both, the mean's share in the
     scores as biases, and x itself for the products of the backward pass.
     """
     i = tl.program_id(0).to(tl.int64)
@@ -266,9 +325,9 @@ def operand_kernel(
             b_high = (b_x * b_scale).to(tl.float16)
             b_low = (b_x * b_scale - b_high.to(tl.float32)).to(tl.float16)
             p_o = i * (3 * DP) + o_d
-            tl.store(as_query + p_o, b_high, mask=m_o)
+            tl.store(as_query + p_o, b_low, mask=m_o)
             tl.store(as_query + p_o + DP, b_high, mask=m_o)
-            tl.store(as_query + p_o + 2 * DP, b_low, mask=m_o)
+            tl.store(as_query + p_o + 2 * DP, b_high, mask=m_o)
             tl.store(as_candidate + p_o, b_high, mask=m_o)
             tl.store(as_candidate + p_o + DP, b_low, mask=m_o)
             tl.store(as_candidate + p_o + 2 * DP, b_high, mask=m_o)

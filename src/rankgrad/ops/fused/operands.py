@@ -10,8 +10,9 @@ from rankgrad.ops.fused.kernels import operand_kernel
 
 Precision = Literal["fast", "high"]
 
-# rows of a tile and step of a product; operands are padded to whole multiples
+# Rows of a tile of queries, most columns of a tile, step of a product; operands are padded to whole multiples.
 TILE = 128
+WIDEST = 256
 STEP = 64
 
 # float16 has 11 bits and is normal down to 6e-5: 64 times a unit vector's coordinates keeps their low parts normal too
@@ -37,7 +38,7 @@ class Operands:
     def of(cls, base: Tensor, order: Tensor, mean: Tensor, scale: Tensor, precision: Precision) -> "Operands":
         items, d = base.shape
         split = precision == "high"
-        rows, step = padded(items, TILE), padded(d, STEP)
+        rows, step = padded(items, WIDEST), padded(d, STEP)
         width = 3 * step if split else step
 
         def new(columns: int) -> Tensor:
@@ -53,8 +54,7 @@ class Operands:
             base, order, mean, scale, as_query, as_candidate, plain, biases[0], biases[1], d,
             SPLIT=split, DP=step, BD=min(1024, 1 << (step - 1).bit_length()),
         )  # fmt: skip
-        high = plain[:items, :d]
-        parts = (high, as_query[:items, 2 * step : 2 * step + d]) if split else (high,)
+        parts = (as_query[:items, step : step + d], as_query[:items, :d]) if split else (plain[:items, :d],)
         return cls(as_query, as_candidate, biases[0], biases[1], parts, scale)
 
 
@@ -66,8 +66,9 @@ def scale_of(base: Tensor, unit: bool) -> Tensor:
     return torch.exp2(torch.floor(torch.log2(UNIT_SCALE / largest)))
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of float16 matrices with float32 sums and result."""
+def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+    """out += alpha * a @ b for float16 a and b with float32 sums."""
     if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+        out.add_(torch.mm(a, b, out_dtype=torch.float32), alpha=alpha)
+    else:
+        out.addmm_(a.float(), b.float(), alpha=alpha)

@@ -1,0 +1,1 @@
+"""Files to checked tables to batches; here the built-in glyphs."""
