@@ -1,4 +1,4 @@
-"""The sentences about wrong arguments, built in one place so that they are uniform: who complains, what was wanted, what came."""
+"""The sentences about wrong arguments, in one place so that they are uniform: who complains, what was wanted, what came."""
 
 import math
 from collections.abc import Collection

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TypeAlias
 
 Verb: TypeAlias = Callable[[list[str]], int]
@@ -29,12 +29,27 @@ def demo(arguments: list[str]) -> int:
 
 def bench(arguments: list[str]) -> int:
     """Measure time and memory beside other implementations: `rankgrad bench losses`."""
-    return _call({"losses": bench_losses}, arguments, command="rankgrad bench")
+    verbs: Mapping[str, Verb] = {"losses": bench_losses, "kernels": bench_kernels, "plot": bench_plot}
+    return _call(verbs, arguments, command="rankgrad bench")
 
 
 def bench_losses(arguments: list[str]) -> int:
     """Every loss against the dense formulation, pytorch-metric-learning and a loop."""
     from rankgrad.bench.losses import main as run
+
+    return run(arguments)
+
+
+def bench_kernels(arguments: list[str]) -> int:
+    """The fused GPU kernels against their targets, other formulations and the matrix products alone."""
+    from rankgrad.bench.kernels import main as run
+
+    return run(arguments)
+
+
+def bench_plot(arguments: list[str]) -> int:
+    """Draw time and memory against batch size from the rows that `kernels` wrote."""
+    from rankgrad.bench.plot import main as run
 
     return run(arguments)
 
@@ -65,7 +80,7 @@ def _call(verbs: Mapping[str, Verb], arguments: list[str], *, command: str) -> i
         epilog="\n".join(["verbs:", *(f"  {name:8} {verb.__doc__}" for name, verb in verbs.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"rankgrad {version('rankgrad')}")
+    parser.add_argument("--version", action="version", version=f"rankgrad {_version()}")
     parser.add_argument("verb", metavar="VERB", help=f"one of {', '.join(verbs)}; VERB --help tells more")
     parser.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="arguments of the verb")
     chosen = parser.parse_args(arguments or ["--help"])
@@ -74,3 +89,13 @@ def _call(verbs: Mapping[str, Verb], arguments: list[str], *, command: str) -> i
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(verbs)}"
         parser.error(f"unknown verb {chosen.verb!r}: {hint}")
     return verbs[chosen.verb](chosen.rest)
+
+
+def _version() -> str:
+    """As installed, which is known without loading torch; else of the source that runs."""
+    try:
+        return version("rankgrad")
+    except PackageNotFoundError:
+        import rankgrad
+
+        return rankgrad.__version__

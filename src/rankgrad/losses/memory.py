@@ -53,12 +53,14 @@ class EmbeddingMemory(_Memory):
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         if self.past and embeddings.ndim == 2 and self.past[0][0].shape[1] != embeddings.shape[1]:
             held = self.past[0][0].shape[1]
-            raise ValueError(f"EmbeddingMemory: embeddings must have the {held} dimensions of those in memory, got {embeddings.shape[1]}")
+            raise ValueError(
+                f"EmbeddingMemory: embeddings must have the {held} dimensions of those in memory, got {embeddings.shape[1]}"
+            )
         if self.past:
             ref_emb = torch.cat((embeddings, *(e.to(embeddings) for e, _ in self.past)))
-            ref_labels = torch.cat((labels, *(l.to(labels) for _, l in self.past)))
+            ref_labels = torch.cat((labels, *(past.to(labels) for _, past in self.past)))
             own = torch.arange(len(labels), device=labels.device)
-            value = self.loss(embeddings, labels, ref_emb, ref_labels, self_index=own)
+            value: Tensor = self.loss(embeddings, labels, ref_emb, ref_labels, self_index=own)
         else:
             value = self.loss(embeddings, labels)
         self._remember(embeddings, labels)

@@ -39,7 +39,9 @@ class MulticlassRankLoss(nn.Module):
         if scores.ndim != 2 or targets.shape != scores.shape:
             got = f"scores {shape_of(scores)} and targets {shape_of(targets)}"
             raise ValueError(f"MulticlassRankLoss: scores and targets must both be [items, classes], got {got}")
-        return (1 - self.interclass) * self.mean_over_classes(scores, targets) + self.interclass * self.across_classes(scores, targets)
+        return (1 - self.interclass) * self.mean_over_classes(scores, targets) + self.interclass * self.across_classes(
+            scores, targets
+        )
 
     def mean_over_classes(self, scores: Tensor, targets: Tensor) -> Tensor:
         return self.lists.from_scores(scores.t(), targets.t())

@@ -47,8 +47,12 @@ class RecallAtK:
         object.__setattr__(self, "tau", tau)
 
     def __call__(self, ranks: Ranks) -> Tensor:
-        recalls = [_within(ranks, k, self.tau) / ranks.num_relevant.clamp(min=1, max=k) for k in self.ks]
-        return 1 - torch.stack(recalls).clamp(max=1).mean(dim=0)
+        # arange and not a tensor of ks: nothing is copied to a GPU, so the loss can be captured in a graph
+        cuts = [torch.arange(k, k + 1, dtype=ranks.rank.dtype, device=ranks.rank.device) for k in self.ks]
+        cut = torch.cat(cuts)[:, None, None]  # [K, 1, 1]
+        within = (ranks.mass * torch.sigmoid((cut - ranks.rank) / self.tau)).sum(dim=2)  # [K, B]
+        reachable = torch.minimum(ranks.num_relevant.clamp(min=1), cut[:, 0])
+        return 1 - (within / reachable).clamp(max=1).mean(dim=0)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rankgrad._checks import check_choice, check_embeddings, check_finite, check_floating, check_labels, check_tensor, shape_of
+from rankgrad._checks import (
+    check_choice,
+    check_embeddings,
+    check_finite,
+    check_floating,
+    check_labels,
+    check_tensor,
+    shape_of,
+)
 from rankgrad.ops import reference
-from rankgrad.ops.backends import BACKENDS, PRECISIONS, Backend, Precision, resolve, resolve_precision
-from rankgrad.ops.tiled import EmbeddingDoor, Layout, MixedRows, PlainRows, Rows, ScoreDoor
+from rankgrad.ops.backends import (
+    BACKENDS,
+    PRECISIONS,
+    Backend,
+    Mixture,
+    Precision,
+    fused_door,
+    resolve,
+    resolve_precision,
+    score_door,
+    tiled_door,
+)
 from rankgrad.ops.engine import Objective, Plan, rank_losses
 from rankgrad.ops.lists import LabelLists, ScoreLists
 from rankgrad.ops.rankers import Blackbox, Ranker
@@ -37,11 +55,14 @@ class RankLoss(nn.Module):
         reduction: "mean" over the queries that count, or "none" for one loss per query in the order of the queries.
         empty_query: a query without relevant candidates leaves the mean ("skip"), enters it with loss 0 ("zero"), or
             raises ("error", which waits for the device). With reduction "none" its loss is 0.
-        backend: "triton" (fused GPU kernels), "tiled" (plain torch, any device), "reference" (the definition, slow, float64), or
-            "auto", which takes the kernels where they can run. A request that cannot be met raises.
-        precision: of the kernels' scores: "high" (three float16 products, as good as float32), "fast" (one), or "auto": "fast"
-            under autocast and for 16-bit embeddings, else "high". The other backends always compute in full precision.
-        validate: check tensor contents too (finite embeddings and scores, relevance not negative), which waits for the device.
+        backend: "triton" (fused GPU kernels), "tiled" (plain torch, any device), "reference" (the definition, slow,
+            float64), or "auto", which takes the kernels where they can run. A request that cannot be met raises.
+        precision: of the kernels' scores: "high" (three float16 products, as good as float32), "fast" (one), or "auto":
+            "fast" under autocast and for 16-bit embeddings, else "high". Other backends always compute in full precision.
+        cuda_graphs: replay a small batch on a GPU as CUDA graphs from its second call on: the host then starts three graphs
+            and not hundreds of kernels. Each shape keeps the memory of one call.
+        validate: check tensor contents too (finite embeddings and scores, relevance not negative), which waits for the
+            device.
 
     After a call `used_queries` holds how many queries had something to find, as a tensor that nobody has waited for.
     """
@@ -58,6 +79,7 @@ class RankLoss(nn.Module):
         empty_query: EmptyQuery = "skip",
         backend: Backend = "auto",
         precision: Precision = "auto",
+        cuda_graphs: bool = True,
         validate: bool = False,
     ) -> None:
         super().__init__()
@@ -72,7 +94,9 @@ class RankLoss(nn.Module):
         self.ranker, self.objective = ranker, objective
         self.normalize, self.reduction, self.empty_query = normalize, reduction, empty_query
         self.backend, self.precision, self.validate = backend, precision, validate
+        self.cuda_graphs = cuda_graphs
         self.own_is_ranked = False
+        self._graphs: Any = None
 
     @property
     def name(self) -> str:
@@ -96,6 +120,10 @@ class RankLoss(nn.Module):
         candidate. Without references query i is candidate i.
         """
         self._check_embeddings(embeddings, labels, ref_emb, ref_labels, self_index)
+        if ref_emb is None and self._is_capturable(embeddings):
+            captured = self._replay(embeddings, labels)
+            if captured is not None:
+                return captured
         lists = LabelLists.build(labels, ref_labels, self_index, own_is_ranked=self.own_is_ranked)
         queries = self.prepared(embeddings)
         candidates = None if ref_emb is None else self.prepared(ref_emb).to(queries.dtype)
@@ -113,7 +141,7 @@ class RankLoss(nn.Module):
         queries: Tensor,
         candidates: Tensor | None = None,
         *,
-        mixed: tuple[Tensor, Tensor, Tensor] | None = None,
+        mixed: Mixture | None = None,
         precision: Literal["fast", "high"] = "high",
     ) -> Tensor:
         """Loss of prepared embeddings over given lists. `mixed` = (first, second, alpha) ranks mixtures of `queries`."""
@@ -126,24 +154,53 @@ class RankLoss(nn.Module):
             scores = queries.double() @ (queries if candidates is None else candidates).double().t()
             relevance, ranked = reference.dense_lists(lists)
             return self._reduce(reference.rank_losses(scores, relevance, ranked, self.ranker, self.objective, unit), unit)
-        tensors = (queries,) if candidates is None else (queries, candidates)
         if backend == "triton":
-            from rankgrad.ops.fused.door import FusedDoor, FusedLayout
+            door = fused_door(lists, queries.device, precision, unit_rows=self.normalize)
+        else:
+            door = tiled_door(lists, queries.device, mixed)
+        return self._run(door, unit, *((queries,) if candidates is None else (queries, candidates)))
 
-            fused = FusedLayout.of(lists, queries.device)
+    def _is_capturable(self, embeddings: Tensor) -> bool:
+        return (
+            self.cuda_graphs
+            and embeddings.is_cuda
+            and embeddings.requires_grad
+            and torch.is_grad_enabled()
+            and self.empty_query != "error"
+            and self.ranker.differentiable
+            and not torch.cuda.is_current_stream_capturing()
+            and resolve(self.backend, self.prepared(embeddings[:1].detach()), self.ranker, caller=self.name) == "triton"
+        )
 
-            def fused_door(queries: Tensor, candidates: Tensor | None = None) -> FusedDoor:
-                return FusedDoor(queries, candidates, fused, precision, unit=self.normalize)
+    def _replay(self, embeddings: Tensor, labels: Tensor) -> Tensor | None:
+        """The loss of a small batch as CUDA graphs; None where it must run as usual."""
+        from rankgrad.ops.fused.graphs import MOST_ROWS, Graphs, Recipe
 
-            return self._run(fused_door, unit, *tensors)
-        layout = Layout.of(lists, queries.device)
+        if len(embeddings) > MOST_ROWS:
+            return None
+        if self._graphs is None:
+            self._graphs = Graphs()
+        precision = resolve_precision(self.precision, embeddings)
 
-        def door(queries: Tensor, candidates: Tensor | None = None) -> EmbeddingDoor:
-            lists = layout.lists
-            rows: Rows = MixedRows(queries, lists.query_order, *mixed) if mixed else PlainRows(queries, lists.query_order)
-            return EmbeddingDoor(rows, rows if candidates is None else PlainRows(candidates, lists.candidate_order), layout)
+        def plan(lists: LabelLists, unit: Tensor, width: int) -> Plan:
+            door = fused_door(lists, embeddings.device, precision, unit_rows=self.normalize, width=width)
+            return Plan(door, self.ranker, self.objective, unit)
 
-        return self._run(door, unit, *tensors)
+        recipe = Recipe(
+            lists=partial(LabelLists.build, own_is_ranked=self.own_is_ranked),
+            shares=partial(self._shares, like=embeddings),
+            prepare=self.prepared,
+            plan=plan,
+            reduce=self._reduce,
+        )
+        key = (embeddings.shape, embeddings.dtype, embeddings.device, precision)
+        labels = labels.to(embeddings.device, torch.long, non_blocking=True)
+        replayed = self._graphs.run(key, embeddings, labels, recipe)
+        if replayed is None:
+            return None
+        loss: Tensor
+        loss, self.used_queries = replayed
+        return loss
 
     def from_scores(self, scores: Tensor, relevance: Tensor, *, candidates: Tensor | None = None) -> Tensor:
         """Loss of ready scores [Q, n], or of one list [n], higher is nearer. The query itself must not be among them.
@@ -159,10 +216,11 @@ class RankLoss(nn.Module):
             candidates = None if candidates is None else candidates[None]
         lists = ScoreLists.build(relevance, candidates)
         unit = self._count_queries(lists.num_relevant, scores)
-        if self.backend == "reference":
+        backend = resolve(self.backend, scores, self.ranker, caller=self.name, given=True)
+        if backend == "reference":
             losses = reference.rank_losses(scores.double(), relevance, candidates, self.ranker, self.objective, unit)
             return self._reduce(losses, unit)
-        return self._run(partial(ScoreDoor, lists=lists), unit, scores)
+        return self._run(score_door(lists, backend), unit, scores)
 
     def _run(self, door: Any, unit: Tensor, *tensors: Tensor) -> Tensor:
         draws = isinstance(self.ranker, Blackbox) and self.ranker.margin_noise
@@ -171,21 +229,32 @@ class RankLoss(nn.Module):
 
     def _count_queries(self, num_relevant: Tensor, like: Tensor) -> Tensor:
         """Notes the queries that have something to find and returns the share of one query in the loss."""
-        self.used_queries = (num_relevant > 0).sum()
+        self.used_queries, unit = self._shares(num_relevant, like)
         if self.empty_query == "error" and (empty := len(num_relevant) - int(self.used_queries)):
-            raise ValueError(f"{self.name}: empty_query='error' and {empty} of {len(num_relevant)} queries have no relevant candidate")
+            raise ValueError(
+                f"{self.name}: empty_query='error' and {empty} of {len(num_relevant)} queries have no relevant candidate"
+            )
+        return unit
+
+    def _shares(self, num_relevant: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        used = (num_relevant > 0).sum()
         dtype = torch.promote_types(like.dtype, torch.float32)
         if self.reduction == "none":
-            return torch.ones((), dtype=dtype, device=like.device)
+            return used, torch.ones((), dtype=dtype, device=like.device)
         if self.empty_query == "zero":
-            return torch.full((), 1 / len(num_relevant), dtype=dtype, device=like.device)
-        return self.used_queries.clamp(min=1).to(like.device, dtype, non_blocking=True).reciprocal()
+            return used, torch.full((), 1 / len(num_relevant), dtype=dtype, device=like.device)
+        return used, used.clamp(min=1).to(like.device, dtype, non_blocking=True).reciprocal()
 
     def _reduce(self, losses: Tensor, unit: Tensor) -> Tensor:
         return losses if self.reduction == "none" else losses.sum() * unit
 
     def _check_embeddings(
-        self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor | None, ref_labels: Tensor | None, self_index: Tensor | None
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+        self_index: Tensor | None,
     ) -> None:
         check_embeddings(embeddings, name="embeddings", caller=self.name)
         check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller=self.name)
@@ -217,7 +286,9 @@ class RankLoss(nn.Module):
         check_tensor(scores, name="scores", caller=caller)
         check_floating(scores, name="scores", caller=caller)
         if scores.ndim not in (1, 2) or not scores.numel():
-            raise ValueError(f"{caller}: scores must be [queries, candidates] or [candidates] and not empty, got {shape_of(scores)}")
+            raise ValueError(
+                f"{caller}: scores must be [queries, candidates] or [candidates] and not empty, got {shape_of(scores)}"
+            )
         check_tensor(relevance, name="relevance", caller=caller)
         if relevance.is_complex():
             raise TypeError(f"{caller}: relevance must be bool, integer or floating point, got {relevance.dtype}")

@@ -23,9 +23,10 @@ class SiMix(nn.Module):
     length 1, so its scores are mixtures of scores. alpha ~ U(0, 1) is drawn for each from `generator` (torch's own if None).
 
     A class of m items becomes one of m + m (m - 1) / 2: 4 become 10. The lists and the number of queries grow with it, so
-    the time of the loss grows with the square (6.25 times for m = 4), while memory stays O(items x dimensions): virtual
-    embeddings are mixed tile by tile when they are needed, in forward and backward, and never stored; what is stored per virtual
-    example are its two indices, its alpha and its ranks.
+    the time of the loss grows with the square (6.25 times for m = 4). In plain torch memory stays O(items x dimensions):
+    virtual embeddings are mixed tile by tile when they are needed, in forward and backward, and never stored; what is kept
+    of each are two indices, its alpha and its ranks. The fused GPU kernels need them as float16 rows and their gradient in
+    float32, so there a virtual example costs as much as an original.
 
     A `RecallAtKLoss` with the paper's k of 1, 2, 4, 8, 16 gets the paper's wider set for SiMix; any other set is kept.
     """
@@ -35,8 +36,9 @@ class SiMix(nn.Module):
         if not isinstance(loss, RankLoss):
             raise TypeError(f"SiMix: loss must be a RankLoss, got {type(loss).__name__}")
         if isinstance(loss, RecallAtKLoss) and isinstance(loss.objective, RecallAtK) and loss.objective.ks == PAPER_KS:
+            tau = loss.objective.tau
             loss = copy.copy(loss)  # the caller's loss keeps its own cut-offs
-            loss.objective = RecallAtK(PAPER_KS_WITH_SIMIX, loss.objective.tau)
+            loss.objective = RecallAtK(PAPER_KS_WITH_SIMIX, tau)
         self.loss, self.generator = loss, generator
 
     @property
@@ -51,7 +53,11 @@ class SiMix(nn.Module):
         alpha = self._draw(len(first), originals)
         alone = torch.arange(len(labels), device=originals.device)
         mixed_labels = torch.cat((labels, labels[first.to(labels.device)]))
-        mixture = torch.cat((alone, first)), torch.cat((alone, second)), torch.cat((torch.ones_like(alone, dtype=alpha.dtype), alpha))
+        mixture = (
+            torch.cat((alone, first)),
+            torch.cat((alone, second)),
+            torch.cat((torch.ones_like(alone, dtype=alpha.dtype), alpha)),
+        )
         lists = LabelLists.build(mixed_labels, own_is_ranked=self.loss.own_is_ranked)
         precision = resolve_precision(self.loss.precision, embeddings)
         return self.loss.over_lists(lists, originals, mixed=mixture, precision=precision)

@@ -1,35 +1,56 @@
 """Which implementation runs. One decision in one place: an explicit request is honoured or refused, never replaced."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from rankgrad.ops.engine import Door
+from rankgrad.ops.lists import LabelLists, ScoreLists
 from rankgrad.ops.rankers import Ranker
+from rankgrad.ops.tiled import EmbeddingDoor, Layout, MixedRows, PlainRows, Rows, ScoreDoor
 
+Mixture = tuple[Tensor, Tensor, Tensor]  # first, second, alpha: see MixedRows
 Backend = Literal["auto", "triton", "tiled", "reference"]
 Precision = Literal["auto", "fast", "high"]
 BACKENDS = ("auto", "triton", "tiled", "reference")
 PRECISIONS = ("auto", "fast", "high")
 
 
-def resolve(backend: Backend, scores_of: Tensor, ranker: Ranker, *, caller: str) -> Literal["triton", "tiled", "reference"]:
-    """The backend for tensors such as `scores_of`. On a CPU the kernels run only on request, in Triton's interpreter."""
+def resolve(
+    backend: Backend, scores_of: Tensor, ranker: Ranker, *, caller: str, given: bool = False
+) -> Literal["triton", "tiled", "reference"]:
+    """The backend for embeddings such as `scores_of`, or for these scores [Q, n] where they are `given`.
+
+    On a CPU the kernels run only on request, in Triton's interpreter.
+    """
     if backend in ("tiled", "reference") or (backend == "auto" and not scores_of.is_cuda):
         return "reference" if backend == "reference" else "tiled"
-    reason = _obstacle(scores_of, ranker)
+    reason = _obstacle(scores_of, ranker, given)
     if reason and backend == "triton":
         raise RuntimeError(f"{caller}: backend='triton' cannot run here: {reason}; use backend='auto' or 'tiled'")
+    if reason is None and given and backend == "auto":
+        from rankgrad.ops.fused.lists import suits
+
+        return "triton" if suits(scores_of) else "tiled"
     return "tiled" if reason else "triton"
 
 
-def _obstacle(scores_of: Tensor, ranker: Ranker) -> str | None:
+def _obstacle(scores_of: Tensor, ranker: Ranker, given: bool) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
     if not scores_of.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the tensors are on {scores_of.device} and TRITON_INTERPRET=1 is not set"
+    if given:
+        from rankgrad.ops.fused.lists import supports as supports_given
+
+        if scores_of.dtype == torch.float64:
+            return "the kernels compute in float32, and the scores are torch.float64"
+        return None if supports_given(ranker) else f"there is no kernel for {ranker} on given scores"
     if scores_of.dtype != torch.float32:
         return f"the kernels compute in float32, and the embeddings are {scores_of.dtype}"
     from rankgrad.ops.fused.door import supports
@@ -43,3 +64,43 @@ def resolve_precision(precision: Precision, embeddings: Tensor) -> Literal["fast
         return precision
     half = embeddings.dtype in (torch.float16, torch.bfloat16)
     return "fast" if half or torch.is_autocast_enabled(embeddings.device.type) else "high"
+
+
+def tiled_door(lists: LabelLists, device: torch.device, mixture: Mixture | None = None) -> Callable[..., Door]:
+    """Opens embeddings, or queries and candidates, over `lists` in plain torch; with a mixture the rows are mixed from them."""
+    layout = Layout.of(lists, device)
+
+    def door(queries: Tensor, candidates: Tensor | None = None) -> Door:
+        on = layout.lists
+        rows: Rows = MixedRows(queries, on.query_order, *mixture) if mixture else PlainRows(queries, on.query_order)
+        return EmbeddingDoor(rows, rows if candidates is None else PlainRows(candidates, on.candidate_order), layout)
+
+    return door
+
+
+def fused_door(
+    lists: LabelLists,
+    device: torch.device,
+    precision: Literal["fast", "high"],
+    *,
+    unit_rows: bool,
+    width: int | None = None,
+) -> Callable[..., Door]:
+    """The same with the fused kernels. `width`, the most relevant items of a query, spares the wait for it."""
+    from rankgrad.ops.fused.door import FusedDoor, FusedLayout
+
+    layout = FusedLayout.of(lists, device) if width is None else FusedLayout(lists, [slice(0, len(lists.query_order))], [width])
+
+    def door(queries: Tensor, candidates: Tensor | None = None) -> Door:
+        return FusedDoor(queries, candidates, layout, precision, unit=unit_rows)
+
+    return door
+
+
+def score_door(lists: ScoreLists, backend: Literal["triton", "tiled"]) -> Callable[..., Door]:
+    """Opens a matrix of scores over `lists`."""
+    if backend == "tiled":
+        return partial(ScoreDoor, lists=lists)
+    from rankgrad.ops.fused.lists import FusedScoreDoor
+
+    return partial(FusedScoreDoor, lists=lists)

@@ -59,51 +59,77 @@ def island(device: torch.device) -> Any:
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
+@dataclass
+class Passed:
+    """What a forward pass leaves for the backward pass; lists hold one value per chunk."""
+
+    plan: Plan
+    door: Door
+    relevant: list[Relevant]
+    prepared: list[Any]
+    counts: list[Tensor]
+    grads: list[tuple[Tensor, ...]]
+
+
+def forward_pass(plan: Plan, tensors: tuple[Tensor, ...], *, wants_gradient: bool) -> tuple[Tensor, Passed]:
+    """[Q] loss of every query in the caller's order."""
+    ranker = plan.ranker
+    with island(tensors[0].device):
+        door = plan.open(*tensors)
+        relevant = [door.relevant(chunk) for chunk in range(len(door.chunks))]
+        # keys below the seed are for chunks, the others for tiles
+        prepared = [ranker.prepare(items, plan.seed - 1 - chunk) for chunk, items in enumerate(relevant)]
+        counts = door.count(ranker, prepared, plan.seed)
+        losses, grads = [], []
+        for summed, items, ready in zip(counts, relevant, prepared, strict=True):
+            with torch.set_grad_enabled(wants_gradient):
+                ranks = ranker.ranks(summed, items, ready).detached(ranker.leaves)
+                rows = torch.where(items.num_relevant > 0, plan.objective(ranks), 0)
+                grads.append(ranks.gradients(rows, ranker.leaves) if wants_gradient else ())
+            losses.append(rows.detach())
+        in_order = torch.cat(losses)
+        out = torch.empty_like(in_order).index_copy_(0, door.order, in_order)
+    return out, Passed(plan, door, relevant, prepared, counts, grads)
+
+
+def backward_pass(passed: Passed, incoming: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the tensors of the forward pass, from d(what the user differentiates) / d(losses) [Q]."""
+    ranker, door, seed = passed.plan.ranker, passed.door, passed.plan.seed
+    with island(incoming.device):
+        rows = incoming[door.order, None]
+        shares = [Share(passed.plan.unit, rows[chunk]) for chunk in door.chunks]
+        per_chunk = list(zip(passed.relevant, passed.prepared, shares, strict=True))
+        aimed = [ranker.aim(grads, *chunk) for grads, chunk in zip(passed.grads, per_chunk, strict=True)]
+        pulled = door.pull(ranker, passed.prepared, aimed, seed)
+        landed = [
+            ranker.land(part, counts, aim, *chunk)
+            for part, counts, aim, chunk in zip(pulled, passed.counts, aimed, per_chunk, strict=True)
+        ]
+        return door.gradients(landed)
+
+
 class _RankLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)  # read again in backward only to notice a change in place
-        ranker = ctx.ranker = plan.ranker
-        ctx.unit, ctx.seed = plan.unit, plan.seed
-        wants_gradient = ranker.differentiable and any(ctx.needs_input_grad)
-        with island(tensors[0].device):
-            door = ctx.door = plan.open(*tensors)
-            ctx.relevant = [door.relevant(chunk) for chunk in range(len(door.chunks))]
-            # keys below the seed are for chunks, the others for tiles
-            ctx.prepared = [ranker.prepare(relevant, plan.seed - 1 - chunk) for chunk, relevant in enumerate(ctx.relevant)]
-            ctx.counts = door.count(ranker, ctx.prepared, plan.seed)
-            losses, ctx.grads = [], []
-            for counts, relevant, prepared in zip(ctx.counts, ctx.relevant, ctx.prepared, strict=True):
-                with torch.set_grad_enabled(wants_gradient):
-                    ranks = ranker.ranks(counts, relevant, prepared).detached()
-                    rows = torch.where(relevant.num_relevant > 0, plan.objective(ranks), 0)
-                    ctx.grads.append(ranks.gradients(rows) if wants_gradient else ())
-                losses.append(rows.detach())
-            out = torch.cat(losses)
-            return torch.empty_like(out).index_copy_(0, door.order, out)
+        wants_gradient = plan.ranker.differentiable and any(ctx.needs_input_grad)
+        losses, ctx.passed = forward_pass(plan, tensors, wants_gradient=wants_gradient)
+        return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
-        ranker, door = ctx.ranker, ctx.door
         tensors = ctx.saved_tensors
-        if not ranker.differentiable:
+        if not ctx.passed.plan.ranker.differentiable:
             return None, *(torch.zeros_like(t) for t in tensors)
-        with island(incoming.device):
-            incoming = incoming[door.order, None]
-            shares = [Share(ctx.unit, incoming[chunk]) for chunk in door.chunks]
-            per_chunk = list(zip(ctx.relevant, ctx.prepared, shares, strict=True))
-            aimed = [ranker.aim(grads, *chunk) for grads, chunk in zip(ctx.grads, per_chunk, strict=True)]
-            pulled = door.pull(ranker, ctx.prepared, aimed, ctx.seed)
-            landed = [
-                ranker.land(part, counts, aim, *chunk)
-                for part, counts, aim, chunk in zip(pulled, ctx.counts, aimed, per_chunk, strict=True)
-            ]
-            return None, *door.gradients(landed)
+        return None, *backward_pass(ctx.passed, incoming)
 
 
-@torch.compiler.disable
 def rank_losses(plan: Plan, *tensors: Tensor) -> Tensor:
     """[Q] loss of every query, 0 where a query has no relevant candidate."""
-    losses: Tensor = _RankLosses.apply(plan, *tensors)
+    if torch.compiler.is_compiling():
+        # a compiled training step stops here and goes on after; decorated, it would load the compiler with the package
+        losses: Tensor = torch.compiler.disable(_RankLosses.apply)(plan, *tensors)
+    else:
+        losses = _RankLosses.apply(plan, *tensors)
     return losses

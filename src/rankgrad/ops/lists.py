@@ -7,7 +7,7 @@ them, and neighbouring queries have about as many, so that padding costs little.
 Dimension letters:  Q queries   C candidates
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -29,13 +29,17 @@ class LabelLists:
 
     @classmethod
     def build(
-        cls, labels: Tensor, ref_labels: Tensor | None = None, self_index: Tensor | None = None, *, own_is_ranked: bool = False
+        cls,
+        labels: Tensor,
+        ref_labels: Tensor | None = None,
+        self_index: Tensor | None = None,
+        *,
+        own_is_ranked: bool = False,
     ) -> "LabelLists":
         """Lists of a batch ranked against itself, or of queries against references that `self_index` may place them among."""
         labels = labels.long()
-        if ref_labels is None:
-            ref_labels, self_index = labels, torch.arange(len(labels), device=labels.device)
-        ref_labels = ref_labels.long()
+        in_batch = ref_labels is None
+        ref_labels = labels if ref_labels is None else ref_labels.long()
         by_label = ref_labels.argsort(stable=True)
         ascending = ref_labels[by_label]
 
@@ -47,14 +51,27 @@ class LabelLists:
         place = torch.empty_like(candidate_order)
         place[candidate_order] = torch.arange(len(ref_labels), device=labels.device)
 
+        first, size = class_run(ref_labels[candidate_order])
+        class_start = place[by_label[first]]
+        if in_batch:
+            return cls(
+                query_order=candidate_order,
+                candidate_order=candidate_order,
+                start=class_start,
+                stop=class_start + size,
+                class_start=class_start,
+                own=torch.arange(len(labels), device=labels.device),
+                num_relevant=size - 1,
+                list_length=torch.full_like(size, len(labels) - (not own_is_ranked)),
+                own_is_ranked=own_is_ranked,
+            )
+
         query_order = labels.argsort(stable=True)
         query_order = query_order[class_run(labels[query_order])[1].argsort(stable=True)]
         first, size = class_run(labels[query_order])
         # the run of a class that no candidate has is empty and begins before all others, like its queries
         start = place[by_label[first.clamp(max=len(ref_labels) - 1)]].masked_fill(size == 0, -1)
         stop = start + size
-        class_start = place[by_label[class_run(ref_labels[candidate_order])[0]]]
-
         if self_index is None:
             own = torch.full_like(start, -1)
         else:
@@ -62,11 +79,21 @@ class LabelLists:
             own = torch.where(given >= 0, place[given.clamp(min=0)], -1)
         own_in_class = (own >= start) & (own < stop)
         length = torch.full_like(start, len(ref_labels)) - (0 if own_is_ranked else (own >= 0).long())
-        return cls(query_order, candidate_order, start, stop, class_start, own, size - own_in_class.long(), length, own_is_ranked)
+        return cls(
+            query_order,
+            candidate_order,
+            start,
+            stop,
+            class_start,
+            own,
+            size - own_in_class.long(),
+            length,
+            own_is_ranked,
+        )
 
     def to(self, device: torch.device) -> "LabelLists":
-        values = (getattr(self, f.name) for f in fields(self))
-        return LabelLists(*(v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in values))
+        tensors = {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
     def query_runs(self) -> tuple[Tensor, Tensor]:
         """[C] first and one past the last query of each candidate's class, both in class order."""
@@ -118,29 +145,63 @@ class ScoreLists:
     def build(cls, relevance: Tensor, ranked: Tensor | None) -> "ScoreLists":
         grades = None if relevance.dtype == torch.bool else relevance
         is_relevant = relevance if grades is None else relevance > 0
+        queries, length = relevance.shape
         if ranked is None:
-            length = torch.full((relevance.shape[0],), relevance.shape[1], device=relevance.device)
+            list_length = torch.full((queries,), length, device=relevance.device)
         else:
-            is_relevant, length = is_relevant & ranked, ranked.sum(dim=1)
-        num_relevant = is_relevant.sum(dim=1)
-        return cls(
-            is_relevant=is_relevant,
-            grades=grades,
-            ranked=ranked,
-            query_order=num_relevant.argsort(stable=True),
-            num_relevant=num_relevant,
-            list_length=length,
-            column=is_relevant.nonzero()[:, 1],
-            first=num_relevant.cumsum(0) - num_relevant,
-        )
+            is_relevant, list_length = is_relevant & ranked, _true_per_row(ranked)
+        flat = is_relevant.reshape(-1).nonzero().view(-1)
+        if queries == 1:  # a long list is worth a shortcut: no copies, and nothing more to wait for
+            num_relevant = torch.full_like(list_length, len(flat))
+            return cls(
+                is_relevant,
+                grades,
+                ranked,
+                torch.zeros_like(list_length),
+                num_relevant,
+                list_length,
+                flat,
+                num_relevant,
+            )
+        edges = torch.searchsorted(flat, torch.arange(0, (queries + 1) * length, length, device=flat.device))
+        num_relevant = edges.diff()
+        order = num_relevant.argsort(stable=True)
+        return cls(is_relevant, grades, ranked, order, num_relevant, list_length, flat % length, edges[:-1])
 
-    def hidden(self, rows: Tensor, columns: slice) -> Tensor:
+    @property
+    def single(self) -> bool:
+        return len(self.query_order) == 1
+
+    def rows(self, chunk: slice) -> Tensor | slice:
+        """The rows of a chunk of the query order, to index a matrix with. Those of a single list are a view."""
+        return chunk if self.single else self.query_order[chunk]
+
+    def most_relevant(self, chunks: list[slice]) -> list[int]:
+        """Most relevant items of a row in each chunk."""
+        if self.single:
+            return [len(self.column)]
+        # the query order has the most at the end; one transfer to the host for all chunks
+        most: list[int] = self.num_relevant[self.query_order[[c.stop - 1 for c in chunks]]].tolist()
+        return most
+
+    def hidden(self, rows: Tensor | slice, columns: slice) -> Tensor:
         """[B, Z] True for what is relevant or not ranked."""
         hidden = self.is_relevant[rows, columns]
         return hidden if self.ranked is None else hidden | ~self.ranked[rows, columns]
 
-    def relevant_columns(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def relevant_columns(self, rows: Tensor | slice, width: int) -> tuple[Tensor, Tensor]:
         """[B, width] columns of the relevant items of `rows`, and which of them are real."""
-        step = torch.arange(width, device=rows.device)
+        if self.single:
+            return self.column[None], torch.ones(1, width, dtype=torch.bool, device=self.column.device)
+        step = torch.arange(width, device=self.column.device)
         valid = step < self.num_relevant[rows, None]
         return self.column[torch.where(valid, self.first[rows, None] + step, 0)], valid
+
+    def at(self, matrix: Tensor, rows: Tensor | slice, columns: Tensor) -> Tensor:
+        """[B, width] entries of a matrix of the lists' shape at `columns` of `rows`."""
+        return matrix[0].index_select(0, columns[0])[None] if isinstance(rows, slice) else matrix[rows[:, None], columns]
+
+
+def _true_per_row(mask: Tensor) -> Tensor:
+    # a bool sum along rows is slow on a CPU, and counting a whole tensor is not
+    return torch.stack([row.count_nonzero() for row in mask]) if len(mask) <= 8 else mask.sum(dim=1)

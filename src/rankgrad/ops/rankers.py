@@ -14,7 +14,9 @@ Dimension letters:  B queries   Z candidates of one tile   P relevant items, pad
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +24,10 @@ from torch import Tensor
 
 from rankgrad._checks import check_count, check_not_negative, check_positive
 from rankgrad.ops.counting import Thresholds
-from rankgrad.ops.ranks import Ranks
+from rankgrad.ops.ranks import LEAVES, Ranks
+
+# Comparisons of relevant items with each other that exist at once: 2**22 float32 are 16 MiB.
+MOST_COMPARISONS = 2**22
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,12 @@ class Relevant:
         """The relevant scores as candidates: padding hidden."""
         return self.scores.masked_fill(~self.valid, -torch.inf)
 
+    @cached_property
     def entry_gains(self) -> Tensor:
         return (self.valid if self.gains is None else self.gains * self.valid).to(self.rank_dtype)
 
     def as_ranks(self, rank: Tensor, positive_rank: Tensor, mass: Tensor, gain: Tensor) -> Ranks:
-        ideal = self.entry_gains()
+        ideal = self.entry_gains
         ideal = ideal if self.gains is None else ideal.sort(dim=1, descending=True).values
         return Ranks(rank, positive_rank, mass, gain, ideal, self.num_relevant.to(self.rank_dtype))
 
@@ -62,6 +68,7 @@ class Ranker(ABC):
     """One choice of `step`. Stateless: what belongs to a batch is handed from method to method."""
 
     differentiable = True
+    leaves = LEAVES  # what `aim` needs the objective's derivative by
 
     @abstractmethod
     def prepare(self, relevant: Relevant, key: int) -> Any:
@@ -77,14 +84,16 @@ class Ranker(ABC):
 
     @abstractmethod
     def aim(self, grads: tuple[Tensor, ...], relevant: Relevant, prepared: Any, share: Share) -> Any:
-        """From d(row loss)/d(rank, positive_rank, mass, gain) to what `pull` needs."""
+        """From d(row loss)/d(leaves) to what `pull` needs."""
 
     @abstractmethod
     def pull(self, tile: Tensor, prepared: Any, aimed: Any, key: int) -> tuple[Tensor, Tensor | None]:
         """[B, Z] gradient of the tile's scores, and the tile's part in the gradient of the comparisons."""
 
     @abstractmethod
-    def land(self, pulled: Tensor | None, counts: Tensor, aimed: Any, relevant: Relevant, prepared: Any, share: Share) -> Tensor:
+    def land(
+        self, pulled: Tensor | None, counts: Tensor, aimed: Any, relevant: Relevant, prepared: Any, share: Share
+    ) -> Tensor:
         """[B, P] gradient of the relevant scores, from the tiles' summed parts and the relevant items themselves."""
 
 
@@ -110,7 +119,9 @@ class Exact(Ranker):
     def pull(self, tile: Tensor, prepared: Any, aimed: Any, key: int) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError("Exact has no gradient")
 
-    def land(self, pulled: Tensor | None, counts: Tensor, aimed: Any, relevant: Relevant, prepared: Any, share: Share) -> Tensor:
+    def land(
+        self, pulled: Tensor | None, counts: Tensor, aimed: Any, relevant: Relevant, prepared: Any, share: Share
+    ) -> Tensor:
         raise NotImplementedError("Exact has no gradient")
 
 
@@ -134,7 +145,18 @@ class Sigmoid(Ranker):
 
     def ranks(self, counts: Tensor, relevant: Relevant, prepared: Tensor) -> Ranks:
         # an item ahead of itself counts sigmoid(0) = 1/2
-        return _item_ranks(counts, self.count(relevant.as_tile, prepared, 0) + 0.5, relevant)
+        return _item_ranks(counts, self._among(relevant) + 0.5, relevant)
+
+    def _blocks(self, relevant: Relevant) -> Iterator[tuple[slice, Tensor]]:
+        """Rows, and how far each relevant item of a row is ahead of each other [b, item, other], a few rows at a time."""
+        tile = relevant.as_tile
+        width = max(tile.shape[1], 1)
+        for start in range(0, tile.shape[0], max(MOST_COMPARISONS // width**2, 1)):
+            rows = slice(start, start + max(MOST_COMPARISONS // width**2, 1))
+            yield rows, (tile[rows, None, :] - relevant.scores[rows, :, None]).mul_(1 / self.tau).sigmoid_()
+
+    def _among(self, relevant: Relevant) -> Tensor:
+        return torch.cat([ahead.sum(dim=2) for _, ahead in self._blocks(relevant)])
 
     def aim(self, grads: tuple[Tensor, ...], relevant: Relevant, prepared: Tensor, share: Share) -> tuple[Tensor, Tensor]:
         d_rank, d_positive_rank, _, _ = (g * share.incoming for g in grads)
@@ -144,12 +166,9 @@ class Sigmoid(Ranker):
         return weights[0], weights[1]
 
     def pull(self, tile: Tensor, prepared: Tensor, aimed: tuple[Tensor, Tensor], key: int) -> tuple[Tensor, Tensor]:
-        return self._pull(tile, prepared, aimed[0])
-
-    def _pull(self, tile: Tensor, thresholds: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         gradient = torch.zeros_like(tile)
         pulled = []
-        for threshold, weight in zip(thresholds, weights, strict=True):
+        for threshold, weight in zip(prepared, aimed[0], strict=True):
             ahead = self._ahead(tile, threshold)
             slope = torch.ops.aten.sigmoid_backward(weight[:, None], ahead)
             gradient += slope
@@ -157,10 +176,21 @@ class Sigmoid(Ranker):
         return gradient, _columns(pulled, tile)
 
     def land(
-        self, pulled: Tensor | None, counts: Tensor, aimed: tuple[Tensor, Tensor], relevant: Relevant, prepared: Tensor, share: Share
+        self,
+        pulled: Tensor | None,
+        counts: Tensor,
+        aimed: tuple[Tensor, Tensor],
+        relevant: Relevant,
+        prepared: Tensor,
+        share: Share,
     ) -> Tensor:
-        as_candidate, as_threshold = self._pull(relevant.as_tile, prepared, aimed[1])
-        return pulled + as_candidate + as_threshold
+        weights = aimed[1].t()
+        parts = []
+        for rows, ahead in self._blocks(relevant):
+            slope = torch.ops.aten.sigmoid_backward(weights[rows, :, None], ahead)
+            parts.append(slope.sum(dim=1) - slope.sum(dim=2))  # as the item ahead, and as the one compared with
+        assert pulled is not None, "a sigmoid's comparisons are pulled by every tile"
+        return pulled + torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -178,6 +208,8 @@ class Blackbox(Ranker):
     `margin` lowers relevant scores by margin / 2 and raises irrelevant ones by as much (eq. 14); `margin_noise` multiplies
     each of these shifts by |N(0, 1)|, drawn anew at each call, as the published detection loss does.
     """
+
+    leaves = ("rank",)
 
     lam: float
     margin: float = 0.0
@@ -205,20 +237,21 @@ class Blackbox(Ranker):
         return prepared.reached_by(self._shifted(tile, key))
 
     def ranks(self, counts: Tensor, relevant: Relevant, prepared: Thresholds) -> Ranks:
-        return _item_ranks(counts, _proper_ranks(prepared.values, relevant.valid), relevant)
+        return _item_ranks(counts, _proper_ranks(prepared, relevant.valid), relevant)
 
-    def aim(self, grads: tuple[Tensor, ...], relevant: Relevant, prepared: Thresholds, share: Share) -> tuple[Thresholds, Tensor]:
+    def aim(
+        self, grads: tuple[Tensor, ...], relevant: Relevant, prepared: Thresholds, share: Share
+    ) -> tuple[Thresholds, Tensor]:
         raw_lam = self.lam * relevant.list_length[:, None].clamp(min=1).to(relevant.rank_dtype)  # a list may be empty
         step = (raw_lam * share.unit * grads[0]).to(prepared.values.dtype)
         scale = (share.incoming / (share.unit * raw_lam)).to(prepared.values.dtype)
-        return Thresholds(torch.where(relevant.valid, prepared.values + step, torch.inf)), scale
+        return prepared.moved(torch.where(relevant.valid, prepared.values + step, torch.inf)), scale
 
     def pull(self, tile: Tensor, prepared: Thresholds, aimed: tuple[Thresholds, Tensor], key: int) -> tuple[Tensor, Tensor]:
         perturbed, scale = aimed
-        tile = self._shifted(tile, key)
         # a candidate's rank grows by the relevant items that pass it and shrinks by those that fall behind it
-        gradient = perturbed.above(tile).sub_(prepared.above(tile))
-        return gradient.mul_(scale), perturbed.reached_by(tile)
+        gradient, reached = prepared.passed_by(perturbed, self._shifted(tile, key))
+        return gradient.mul_(scale), reached
 
     def land(
         self,
@@ -230,7 +263,7 @@ class Blackbox(Ranker):
         share: Share,
     ) -> Tensor:
         perturbed, scale = aimed
-        moved = pulled - counts + _proper_ranks(perturbed.values, relevant.valid) - _proper_ranks(prepared.values, relevant.valid)
+        moved = pulled - counts + _proper_ranks(perturbed, relevant.valid) - _proper_ranks(prepared, relevant.valid)
         return torch.where(relevant.valid, moved * scale, 0).to(relevant.scores.dtype)
 
 
@@ -288,7 +321,9 @@ class Histogram(Ranker):
         mass = pulse.sum(dim=1)
         return mass, mass if relevant.gains is None else (pulse * relevant.gains[:, :, None]).sum(dim=1)
 
-    def aim(self, grads: tuple[Tensor, ...], relevant: Relevant, prepared: None, share: Share) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def aim(
+        self, grads: tuple[Tensor, ...], relevant: Relevant, prepared: None, share: Share
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         grads = tuple((g * share.incoming).to(relevant.scores.dtype) for g in grads)
         table = grads[0] / self.width
         table[:, -1] = 0  # the last centre counts every candidate, wherever it is
@@ -328,11 +363,12 @@ def _item_ranks(counts: Tensor, positive_rank: Tensor, relevant: Relevant) -> Ra
     dtype = relevant.rank_dtype
     positive_rank = torch.where(relevant.valid, positive_rank, 1).to(dtype)
     rank = torch.where(relevant.valid, counts, 0).to(dtype) + positive_rank
-    return relevant.as_ranks(rank, positive_rank, relevant.valid.to(dtype), relevant.entry_gains())
+    mass = relevant.entry_gains if relevant.gains is None else relevant.valid.to(dtype)
+    return relevant.as_ranks(rank, positive_rank, mass, relevant.entry_gains)
 
 
-def _proper_ranks(scores: Tensor, valid: Tensor) -> Tensor:
+def _proper_ranks(thresholds: Thresholds, valid: Tensor) -> Tensor:
     """[B, P] int64 rank of each relevant item among the relevant: the higher score first, then the earlier item."""
-    order = scores.masked_fill(~valid, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-    places = torch.arange(1, scores.shape[1] + 1, device=scores.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, places)
+    # padding is infinite and last in its row: ahead of every item but of infinite ones
+    padding = (~valid).sum(dim=1, keepdim=True)
+    return torch.where(thresholds.values == torch.inf, thresholds.ranks, thresholds.ranks - padding)

@@ -1,9 +1,13 @@
 """What an objective sees: the ranks of the relevant items of a few queries, as plain tensors."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+# What an objective can be differentiated by.
+LEAVES = ("rank", "positive_rank", "mass", "gain")
 
 
 @dataclass(frozen=True)
@@ -36,14 +40,13 @@ class Ranks:
         """[B] sum of `values` [B, E] over the relevant items of each query."""
         return (self.mass * values).sum(dim=1)
 
-    def detached(self) -> "Ranks":
-        """The same ranks as leaves of a new graph, so that an objective can be differentiated by them."""
-        leaves = (t.detach().requires_grad_() for t in (self.rank, self.positive_rank, self.mass, self.gain))
-        return Ranks(*leaves, ideal=self.ideal, num_relevant=self.num_relevant)
+    def detached(self, leaves: Sequence[str] = LEAVES) -> "Ranks":
+        """The same ranks with some of them leaves of a new graph, so that an objective can be differentiated by these."""
+        return replace(self, **{name: getattr(self, name).detach().requires_grad_() for name in leaves})
 
-    def gradients(self, losses: Tensor) -> tuple[Tensor, ...]:
-        """d losses / d (rank, positive_rank, mass, gain); a row of `losses` depends on its own row of ranks only."""
-        leaves = (self.rank, self.positive_rank, self.mass, self.gain)
+    def gradients(self, losses: Tensor, leaves: Sequence[str] = LEAVES) -> tuple[Tensor, ...]:
+        """D losses / d leaves; a row of `losses` depends on its own row of ranks only."""
+        tensors = tuple(getattr(self, name) for name in leaves)
         if not losses.requires_grad:  # an objective may ignore the ranks, or be constant
-            return tuple(torch.zeros_like(leaf) for leaf in leaves)
-        return torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
+            return tuple(torch.zeros_like(t) for t in tensors)
+        return torch.autograd.grad(losses.sum(), tensors, allow_unused=True, materialize_grads=True)

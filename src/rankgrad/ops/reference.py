@@ -64,8 +64,8 @@ def _ranks(y: Tensor, grades: Tensor, ranker: Ranker) -> Ranks:
 
 
 def _as_ranks(rank: Tensor, positive_rank: Tensor, mass: Tensor, gain: Tensor, gains: Tensor) -> Ranks:
-    rows = (t[None] for t in (rank, positive_rank, mass, gain, gains.sort(descending=True).values))
-    return Ranks(*rows, num_relevant=gains.new_tensor([len(gains)]))
+    ideal = gains.sort(descending=True).values
+    return Ranks(rank[None], positive_rank[None], mass[None], gain[None], ideal[None], gains.new_tensor([len(gains)]))
 
 
 def proper_ranking(y: Tensor, relevant: Tensor) -> Tensor:

@@ -20,6 +20,10 @@ from rankgrad.ops.rankers import Ranker, Relevant
 # Integers are exact in float32 up to here; longer lists get their ranks in float64.
 EXACT_FLOAT32 = 2**24
 
+# Columns of a tile of given scores for every relevant item of a row, and most of them.
+TILE_PER_RELEVANT = 4
+WIDEST_TILE = 2**22
+
 
 def tile_side(device: torch.device) -> int:
     """Rows and columns of a tile: 1 MiB of float32, in a core's cache, or 64 MiB where launches cost more than memory."""
@@ -27,6 +31,7 @@ def tile_side(device: torch.device) -> int:
 
 
 def split(length: int, size: int) -> list[slice]:
+    """0..length in slices of `size`, the last one shorter."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
@@ -79,8 +84,8 @@ class View:
     sides: list[Side]
     rows: Any
     columns: slice
-    queries: Tensor | None = None
-    candidates: Tensor | None = None
+    queries: Any = None  # the rows of an embedding door that made the tile
+    candidates: Any = None
 
 
 class Rows(Protocol):
@@ -227,7 +232,9 @@ class EmbeddingDoor(TiledDoor):
             for panel in self._panels(first, last) if width else ():
                 here = valid & (columns >= panel.start) & (columns < panel.stop)
                 gradient = d_scores.new_zeros(d_scores.shape[0], panel.stop - panel.start)
-                gradient.scatter_add_(1, (columns - panel.start).clamp(0, gradient.shape[1] - 1), torch.where(here, d_scores, 0))
+                gradient.scatter_add_(
+                    1, (columns - panel.start).clamp(0, gradient.shape[1] - 1), torch.where(here, d_scores, 0)
+                )
                 self._give(View([], rows, panel, queries, self.candidates.take(panel)), [gradient])
         return (self.queries.d_base(),) if self.mirrored else (self.queries.d_base(), self.candidates.d_base())
 
@@ -241,17 +248,19 @@ class ScoreDoor(TiledDoor):
         self.dtype = torch.promote_types(scores.dtype, torch.float32)
         side = tile_side(scores.device)
         self.chunks = split(scores.shape[0], side)
-        self.panels = split(scores.shape[1], side * max(side // scores.shape[0], 1))
-        self.widths = torch.stack([lists.num_relevant[self.order[c]].max() for c in self.chunks]).tolist()
+        self.widths = lists.most_relevant(self.chunks)
+        width = side * max(side // scores.shape[0], 1)
+        # a tile also costs a few passes over the relevant items, so there are more scores in it
+        self.panels = split(scores.shape[1], max(width, min(TILE_PER_RELEVANT * max(self.widths), WIDEST_TILE)))
 
     def relevant(self, chunk: int) -> Relevant:
-        rows = self.order[self.chunks[chunk]]
+        rows = self.lists.rows(self.chunks[chunk])
         columns, valid = self.lists.relevant_columns(rows, self.widths[chunk])
-        at, grades = (rows[:, None], columns), self.lists.grades
+        scores, grades = self.lists.at(self.scores, rows, columns).to(self.dtype), self.lists.grades
         return Relevant(
-            scores=self.scores[at].to(self.dtype).masked_fill(~valid, torch.inf),
+            scores=scores if self.lists.single else scores.masked_fill_(~valid, torch.inf),
             valid=valid,
-            gains=None if grades is None else grades[at].to(self.dtype),
+            gains=None if grades is None else self.lists.at(grades, rows, columns).to(self.dtype),
             num_relevant=self.lists.num_relevant[rows],
             list_length=self.lists.list_length[rows],
             rank_dtype=torch.float64 if self.scores.shape[1] > EXACT_FLOAT32 else self.dtype,
@@ -259,10 +268,9 @@ class ScoreDoor(TiledDoor):
 
     def _views(self) -> Iterator[View]:
         for i, chunk in enumerate(self.chunks):
-            rows = self.order[chunk]
+            rows = self.lists.rows(chunk)
             for z, columns in enumerate(self.panels):
-                tile = self.scores[rows, columns].to(self.dtype)
-                tile.masked_fill_(self.lists.hidden(rows, columns), -torch.inf)
+                tile = self.scores[rows, columns].to(self.dtype).masked_fill(self.lists.hidden(rows, columns), -torch.inf)
                 yield View([Side(tile, i, i * len(self.panels) + z)], rows, columns)
 
     def pull(self, ranker: Ranker, prepared: list[Any], aimed: list[Any], seed: int) -> list[Tensor | None]:
@@ -274,9 +282,13 @@ class ScoreDoor(TiledDoor):
 
     def gradients(self, d_relevant: list[Tensor]) -> tuple[Tensor, ...]:
         for chunk, width, d_scores in zip(self.chunks, self.widths, d_relevant, strict=True):
-            rows = self.order[chunk]
+            rows = self.lists.rows(chunk)
             columns, valid = self.lists.relevant_columns(rows, width)
-            # relevant entries are hidden in the tiles and so are 0 until now; padding adds 0
-            given = torch.where(valid, d_scores, 0).to(self.scores.dtype)
-            self.d_scores.index_put_((rows[:, None].expand_as(columns), columns), given, accumulate=True)
+            given = d_scores.to(self.scores.dtype)
+            if isinstance(rows, slice):
+                self.d_scores[0].index_copy_(0, columns[0], given[0])
+            else:
+                # relevant entries are hidden in the tiles and so are 0 until now; padding adds 0
+                at = (rows[:, None].expand_as(columns), columns)
+                self.d_scores.index_put_(at, torch.where(valid, given, 0), accumulate=True)
         return (self.d_scores,)

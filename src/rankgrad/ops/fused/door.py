@@ -9,14 +9,14 @@ import triton
 from torch import Tensor
 
 from rankgrad.ops.fused import kernels
-from rankgrad.ops.fused.operands import TILE, WIDEST, Operands, Precision, add_product, scale_of
+from rankgrad.ops.fused.operands import TILE, WIDEST, Operands, Precision, add_product, padded, scale_of
 from rankgrad.ops.lists import LabelLists
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Relevant, Sigmoid
 
 # Tiles and schedules, found by timing on an H200. A counting tile is wider than a gradient tile, which needs registers
 # for scores, powers and sums at once. The tile of `relevant_kernel` is that of counting, for equal arithmetic.
 COUNT_TILE = {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}
-PULL_TILE = {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}
+PULL_TILE = {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 4}
 STRIPE = 8
 
 # Relevant pairs, padding included, below which all queries are one group: an objective then is one pass of small launches.
@@ -24,7 +24,7 @@ ONE_GROUP = 2**22
 
 # Most rows of the score gradient that exist at once, and most bytes of them: fewer rows leave an H200 idle in a product
 # with 512 columns, 4 GiB are their share of memory at a million candidates.
-CHUNK_ROWS = 2048
+CHUNK_ROWS = 3072
 CHUNK_BYTES = 2**32
 
 # The gradient of scores is scaled so that its largest possible entry is here; float16 ends at 65,504.
@@ -32,6 +32,7 @@ GRADIENT_PEAK = 2.0**14
 
 
 def supports(ranker: Ranker) -> bool:
+    """Whether the kernels know this ranker."""
     return isinstance(ranker, (Exact, Sigmoid, Histogram)) or (isinstance(ranker, Blackbox) and not ranker.margin_noise)
 
 
@@ -56,7 +57,8 @@ class FusedLayout:
         per_tile = torch.nn.functional.pad(lists.num_relevant, (0, short)).view(-1, TILE).amax(dim=1).tolist()
         if queries * max(per_tile) <= ONE_GROUP:
             return cls(lists.to(device), [slice(0, queries)], [max(per_tile)])
-        groups, widths = [], []
+        groups: list[slice] = []
+        widths: list[int] = []
         for tile, most in enumerate(per_tile):
             width, stop = rounded_width(most), min((tile + 1) * TILE, queries)
             if widths and widths[-1] == width:
@@ -86,19 +88,24 @@ class FusedLayout:
 class FusedDoor:
     """Opened with queries and candidates in float32, or with one set of embeddings in both roles (`candidates` None)."""
 
-    def __init__(self, queries: Tensor, candidates: Tensor | None, layout: FusedLayout, precision: Precision, unit: bool) -> None:
+    def __init__(
+        self, queries: Tensor, candidates: Tensor | None, layout: FusedLayout, precision: Precision, unit: bool
+    ) -> None:
         self.layout, self.precision = layout, precision
         self.lists = lists = layout.lists
         self.chunks, self.order = layout.groups, lists.query_order
         self.mirrored = candidates is None
-        self.bases = (queries,) if candidates is None else (queries, candidates)
+        self.bases: tuple[Tensor, ...] = (queries,) if candidates is None else (queries, candidates)
         others = queries if candidates is None else candidates
         mean = others.mean(dim=0) if precision == "fast" else others[0]
         self.queries = Operands.of(queries, lists.query_order, mean, scale_of(queries, unit), precision)
         self.candidates = (
-            self.queries if candidates is None else Operands.of(others, lists.candidate_order, mean, scale_of(others, unit), precision)
+            self.queries
+            if candidates is None
+            else Operands.of(others, lists.candidate_order, mean, scale_of(others, unit), precision)
         )
         self.num_candidates = len(lists.candidate_order)
+        self.units: dict[float, tuple[Tensor, Tensor, Tensor]] = {}
         self.slopes: list[Tensor] = []
         self.centres: list[Tensor] = []
         self.asm = queries.is_cuda
@@ -113,7 +120,7 @@ class FusedDoor:
             )
         num_relevant = self.lists.num_relevant[rows]
         return Relevant(
-            scores=scores.t(),
+            scores=scores.t().contiguous(),  # objectives work on rows
             valid=torch.arange(width, device=self.order.device) < num_relevant[:, None],
             gains=None,
             num_relevant=num_relevant,
@@ -123,8 +130,10 @@ class FusedDoor:
 
     def _operands(self, unit: float) -> tuple[Tensor, ...]:
         """What makes a score, in multiples of 1 / unit."""
-        q, c = self.queries, self.candidates
-        return q.as_query, c.as_candidate, q.row_bias * unit, c.column_bias * unit, unit / (q.scale * c.scale)
+        if unit not in self.units:
+            q, c = self.queries, self.candidates
+            self.units[unit] = (q.row_bias * unit, c.column_bias * unit, unit / (q.scale * c.scale))
+        return self.queries.as_query, self.candidates.as_candidate, *self.units[unit]
 
     @property
     def _shape(self) -> dict[str, Any]:
@@ -139,7 +148,8 @@ class FusedDoor:
         counts = []
         for chunk, rows in enumerate(self.chunks):
             comparisons, mode, unit = self._comparisons(ranker, prepared[chunk], rows)
-            counts.append(self._count(rows, comparisons, mode, unit))
+            width = ranker.bins if isinstance(ranker, Histogram) else self.layout.widths[chunk]
+            counts.append(self._count(rows, comparisons, width, mode, unit))
         return counts
 
     def _comparisons(self, ranker: Ranker, prepared: Any, rows: slice) -> tuple[Tensor, Any, float]:
@@ -149,12 +159,12 @@ class FusedDoor:
             return prepared * unit, kernels.SIGMOID, unit
         if isinstance(ranker, Histogram):
             unit = 1 / ranker.width
-            edges = ranker.high * unit - torch.arange(1, ranker.bins + 1, device=self.order.device, dtype=torch.float32)
-            return edges[:, None].expand(-1, rows.stop - rows.start).contiguous(), kernels.RAMP, unit
+            # the first edge; the kernel knows the others
+            return torch.full((1,), ranker.high * unit - 1, device=self.order.device), kernels.RAMP, unit
         return prepared.columns, kernels.STEP, 1.0
 
-    def _count(self, rows: slice, comparisons: Tensor, mode: Any, unit: float) -> Tensor:
-        width, count = comparisons.shape
+    def _count(self, rows: slice, comparisons: Tensor, width: int, mode: Any, unit: float) -> Tensor:
+        count = rows.stop - rows.start
         sigmoid = mode == kernels.SIGMOID
         row_tiles, panels = triton.cdiv(count, TILE), triton.cdiv(self.num_candidates, COUNT_TILE["BN"])
         # enough programs for two waves on a large GPU; splits are summed in a fixed order
@@ -173,7 +183,7 @@ class FusedDoor:
         if sigmoid:
             self.slopes.append(total[1])
             self.centres.append(centres)
-        return total[0].t()
+        return total[0].t().contiguous()
 
     def pull(self, ranker: Ranker, prepared: list[Any], aimed: list[Any], seed: int) -> list[Tensor | None]:
         sides = [self._side(ranker, chunk, prepared[chunk], aimed[chunk]) for chunk in range(len(self.chunks))]
@@ -182,8 +192,7 @@ class FusedDoor:
         for side in sides:
             side.rescale(self.gradient_scale)
         unit = self._comparisons(ranker, prepared[0], self.chunks[0])[2]
-        d = self.bases[0].shape[1]
-        self.products = [torch.zeros(len(base), d, device=base.device) for base in self.bases]
+        self.products = [torch.zeros(padded(len(base), TILE), base.shape[1], device=base.device) for base in self.bases]
         for index, rows in enumerate(self.chunks):
             self._pull_group(sides, index, rows, unit)
         if isinstance(ranker, Sigmoid):
@@ -199,9 +208,8 @@ class FusedDoor:
             # the table as steps at the edges, from the lowest score up: below all edges the sum is exactly 0
             table = aimed[0].t()[:-1]  # [bins, rows]
             steps = torch.cat((-table[:1], table[:-1] - table[1:], table[-1:]))
-            edges = ranker.high / ranker.width - torch.arange(ranker.bins + 1, device=table.device, dtype=torch.float32)
-            edges = edges[:, None].expand(-1, rows.stop - rows.start).contiguous()
-            return PullSide(kernels.RAMP, edges, steps, steps, None, table.abs().amax())
+            top = torch.full_like(steps[0], ranker.high / ranker.width)
+            return PullSide(kernels.RAMP, top, steps, steps, None, table.abs().amax())
         perturbed, scale = aimed
         reached = torch.zeros(prepared.columns.shape, dtype=torch.int32, device=self.order.device)
         peak = scale.abs().amax() * max(prepared.columns.shape[0], 1)
@@ -218,8 +226,10 @@ class FusedDoor:
             end = min(begin + size, group.stop)
             first_column = begin if self.mirrored else 0
             width = (all_rows if self.mirrored else self.num_candidates) - first_column
-            stride = width + -width % 8  # rows of 16 bytes
-            buffers = [torch.empty(end - begin, stride, dtype=torch.float16, device=self.order.device) for _ in range(1 + split)]
+            stride = padded(width, TILE)  # the library's products are slow where a length is odd
+            buffers = [
+                torch.empty(end - begin, stride, dtype=torch.float16, device=self.order.device) for _ in range(1 + split)
+            ]
             side = sides[index]
             # columns of one set of embeddings are queries too, group by group; other candidates are one group
             for other, columns in enumerate(self.chunks if self.mirrored else [slice(0, self.num_candidates)]):
@@ -227,18 +237,19 @@ class FusedDoor:
                 if columns.stop <= start:
                     continue
                 mirror = sides[other] if self.mirrored else side
-                tiles = triton.cdiv(columns.stop - start, PULL_TILE["BN"]) * triton.cdiv(end - begin, TILE)
+                written = first_column + stride if columns.stop == first_column + width else columns.stop
+                tiles = triton.cdiv(written - start, PULL_TILE["BN"]) * triton.cdiv(end - begin, TILE)
                 kernels.pull_kernel[(tiles,)](
                     *operands, *self.layout.spans[:3],
                     side.comparisons, side.weights, side.extra, side.reached_or_any,
                     mirror.comparisons, mirror.weights, mirror.extra, mirror.reached_or_any,
                     buffers[0], buffers[-1],
                     group.start, group.stop - group.start, begin, end - begin,
-                    columns.start, columns.stop - columns.start, start, self.num_candidates, stride,
-                    side.comparisons.shape[0], mirror.comparisons.shape[0],
+                    columns.start, columns.stop - columns.start, start, written, self.num_candidates, stride,
+                    side.width, mirror.width,
                     MODE=side.mode, MIRRORED=self.mirrored, GROUP=STRIPE, **self._constants, **PULL_TILE,
                 )  # fmt: skip
-            self._multiply([b[:, :width] for b in buffers], begin, end)
+            self._multiply(buffers, begin, end)
 
     def _multiply(self, gradient: list[Tensor], begin: int, end: int) -> None:
         queries, candidates = self.queries.parts, self.candidates.parts
@@ -253,16 +264,26 @@ class FusedDoor:
 
     def gradients(self, d_relevant: list[Tensor]) -> tuple[Tensor, ...]:
         flat = torch.cat([d.contiguous().view(-1) for d in d_relevant])
-        lists, (start, stop, own, _) = self.lists, self.layout.spans
+        lists, start, stop = self.lists, self.layout.spans[0], self.layout.spans[1]
         if self.mirrored:
             return (self._gather(2, 0, self.bases[0], lists.query_order, flat, start, stop, lists.query_order),)
         d_queries = self._gather(0, 0, self.bases[1], lists.candidate_order, flat, start, stop, lists.query_order)
         first, last = lists.query_runs()
-        d_candidates = self._gather(1, 1, self.bases[0], lists.query_order, flat, first.int(), last.int(), lists.candidate_order)
+        d_candidates = self._gather(
+            1, 1, self.bases[0], lists.query_order, flat, first.int(), last.int(), lists.candidate_order
+        )
         return d_queries, d_candidates
 
     def _gather(
-        self, role: int, index: int, partners: Tensor, partner_order: Tensor, flat: Tensor, first: Tensor, last: Tensor, order: Tensor
+        self,
+        role: int,
+        index: int,
+        partners: Tensor,
+        partner_order: Tensor,
+        flat: Tensor,
+        first: Tensor,
+        last: Tensor,
+        order: Tensor,
     ) -> Tensor:
         out = torch.empty_like(self.bases[index])
         items, d = out.shape
@@ -279,7 +300,12 @@ class FusedDoor:
 class PullSide:
     """What a group of queries brings to the tiles of the score gradient."""
 
-    def __init__(self, mode: Any, comparisons: Tensor, weights: Tensor, extra: Tensor, reached: Tensor | None, peak: Tensor) -> None:
+    def __init__(
+        self, mode: Any, comparisons: Tensor, weights: Tensor, extra: Tensor, reached: Tensor | None, peak: Tensor
+    ) -> None:
+        self.width = weights.shape[0]
+        if not self.width:  # the kernel reads ahead, and there must be something to read
+            comparisons = weights = torch.zeros((1, weights.shape[1]), device=weights.device)
         self.mode, self.comparisons, self.weights = mode, comparisons, weights
         self.extra, self.reached, self.peak = extra, reached, peak
 
@@ -295,7 +321,7 @@ class PullSide:
 
 
 def _add_split_product(out: Tensor, gradient: list[Tensor], parts: list[Tensor]) -> None:
-    """out += gradient @ parts, with the low halves of both where there are any; that of the gradient is kept 2048 times."""
+    """Out += gradient @ parts, with the low halves of both where there are any; that of the gradient is kept 2048 times."""
     add_product(out, gradient[0], parts[0])
     if len(gradient) > 1:
         add_product(out, gradient[0], parts[1])

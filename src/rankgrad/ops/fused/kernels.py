@@ -23,7 +23,9 @@ RAMP = tl.constexpr(2)
 @triton.jit
 def _reciprocal(b_x, ASM: tl.constexpr):
     if ASM:  # one instruction, where a division takes six; relative error 2**-23
-        b_y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1)
+        b_y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
         b_y = 1.0 / b_x
     return b_y
@@ -36,17 +38,23 @@ def _power(b_x):
 
 
 @triton.jit
-def _behind(b_s, b_e, b_t, b_centre, wide, ASM: tl.constexpr):
-    """1 - sigmoid of scores against a comparison, in units where the base is 2; 1 at a hidden score of -inf.
+def _centre(b_low, b_high):
+    """The middle of a row's comparisons, or +inf for all rows if the comparisons of one are too far apart to be factored.
 
-    With e = 2 ** (s - centre) at hand it costs one product and one reciprocal. That is exact as long as the comparisons of
-    a row are within 2 ** 100 of their centre; otherwise (`wide`) it takes a power of its own.
+    A sigmoid of s - t, in units where the base is 2, needs 2 ** (s - t) = 2 ** (s - centre) * 2 ** (centre - t), one power per
+    score instead of one per comparison. That is exact while |centre - t| <= 100: where either power is cut off the sigmoid is
+    0 or 1 in float32.
     """
-    if wide:
-        b_x = _power(b_s - b_t)
-    else:
-        b_x = b_e * tl.exp2(b_centre - b_t)
-    return _reciprocal(1.0 + b_x, ASM)
+    m_any = b_high >= b_low
+    wide = tl.max(tl.where(m_any, b_high - b_low, 0.0), 0) > 200.0
+    return tl.where(wide, float("inf"), tl.where(m_any, 0.5 * (b_low + b_high), 0.0))
+
+
+@triton.jit
+def _behind(b_x, b_centre, b_t, FACTORED: tl.constexpr, ASM: tl.constexpr):
+    """1 - sigmoid; b_x is the power of a score less the centre if FACTORED, else the score. 1 at a hidden score of -inf."""
+    b_power = b_x * tl.exp2(b_centre - b_t) if FACTORED else _power(b_x - b_t)
+    return _reciprocal(1.0 + b_power, ASM)
 
 
 @triton.jit
@@ -78,10 +86,7 @@ def _hide(b_s, b_start, b_stop, b_own, o_n, num_candidates, KEEP_OWN: tl.constex
     """-inf where a column is relevant to the row, the row's own, or past the end."""
     b_hidden = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_stop[:, None])
     b_is_own = o_n[None, :] == b_own[:, None]
-    if KEEP_OWN:
-        b_hidden = b_hidden & (b_is_own == 0)
-    else:
-        b_hidden = b_hidden | b_is_own
+    b_hidden = b_hidden & (b_is_own == 0) if KEEP_OWN else b_hidden | b_is_own
     return tl.where(b_hidden | (o_n[None, :] >= num_candidates), float("-inf"), b_s)
 
 
@@ -101,6 +106,7 @@ def relevant_kernel(
     first_row, num_rows, P,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
+    """out[p, r]: the score of query r with its p-th relevant candidate, by the same arithmetic as every other tile."""
     o_r = tl.program_id(0) * BM + tl.arange(0, BM)
     o_m = first_row + o_r
     m_m = o_r < num_rows
@@ -115,7 +121,7 @@ def relevant_kernel(
     for i_n in range(first // BN, tl.cdiv(last, BN)):
         o_n = i_n * BN + tl.arange(0, BN)
         b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
-        for p in range(0, P):
+        for p in range(P):
             b_column = b_start + p
             b_column += (b_own_inside & (b_column >= b_own)).to(tl.int32)
             b_here = m_m & (p < b_count) & (b_column >= i_n * BN) & (b_column < (i_n + 1) * BN)
@@ -130,6 +136,7 @@ def count_kernel(
     MODE: tl.constexpr, KEEP_OWN: tl.constexpr, ASM: tl.constexpr,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
+    """counts[split, p, r], and slopes for SIGMOID: the candidates of a split ahead of the p-th comparison of query r."""
     o_r = tl.program_id(0) * BM + tl.arange(0, BM)
     i_split = tl.program_id(1)
     o_m = first_row + o_r
@@ -140,50 +147,117 @@ def count_kernel(
     first, last = _band(b_start, b_stop, b_own)
     p_out = i_split.to(tl.int64) * P * num_rows + o_r
     b_centre = tl.zeros([BM], tl.float32)
-    wide = False
     if MODE == SIGMOID:
         b_low = tl.full([BM], float("inf"), tl.float32)
         b_high = tl.full([BM], float("-inf"), tl.float32)
-        for p in range(0, P):
+        for p in range(P):
             b_t = tl.load(comparisons + tl.cast(p, tl.int64) * num_rows + o_r, mask=m_m, other=float("inf"))
             b_low = tl.minimum(b_low, b_t)
             b_high = tl.maximum(b_high, tl.where(b_t < float("inf"), b_t, float("-inf")))
-        m_any = b_high >= b_low
-        b_centre = tl.where(m_any, 0.5 * (b_low + b_high), 0.0)
-        wide = tl.max(tl.where(m_any, b_high - b_low, 0.0), 0) > 200.0
-        # infinite where these rows must not be factored
-        tl.store(centres + o_r, tl.where(wide, float("inf"), b_centre), mask=m_m)
+        b_centre = _centre(b_low, b_high)
+        tl.store(centres + o_r, b_centre, mask=m_m)
     i_stop = tl.minimum((i_split + 1) * panels_per_split, tl.cdiv(num_candidates, BN))
     for i_n in range(i_split * panels_per_split, i_stop):
         o_n = i_n * BN + tl.arange(0, BN)
         b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
         if ((i_n * BN < last) & ((i_n + 1) * BN > first)) | ((i_n + 1) * BN > num_candidates):
             b_s = _hide(b_s, b_start, b_stop, b_own, o_n, num_candidates, KEEP_OWN)
-        b_e = b_s
         if MODE == SIGMOID:
-            b_e = _power(b_s - b_centre[:, None])
-        for p in range(0, P):
-            p_p = tl.cast(p, tl.int64) * num_rows
-            b_t = tl.load(comparisons + p_p + o_r, mask=m_m, other=float("inf"))
-            b_old = tl.load(counts + p_p + p_out, mask=m_m, other=0)
-            if MODE == SIGMOID:
-                b_old_slope = tl.load(slopes + p_p + p_out, mask=m_m, other=0.0)
-                b_behind = _behind(b_s, b_e, b_t[:, None], b_centre[:, None], wide, ASM)
-                b_ahead = 1.0 - b_behind
-                b_c = tl.sum(b_ahead, 1)
-                tl.store(slopes + p_p + p_out, b_old_slope + tl.sum(b_ahead * b_behind, 1), mask=m_m)
-            elif MODE == STEP:
-                b_c = tl.sum((b_s >= b_t[:, None]).to(tl.int32), 1)
+            # two loops and not one with a branch: either the score or its power is alive, and registers are scarce
+            if tl.max(b_centre, 0) < float("inf"):
+                b_e = _power(b_s - b_centre[:, None])
+                _count_sigmoid(
+                    b_e, b_centre, comparisons + o_r, counts + p_out, slopes + p_out, m_m, num_rows, P, True, ASM
+                )
             else:
-                b_c = tl.sum(tl.minimum(tl.maximum(b_s - b_t[:, None], 0.0), 1.0), 1)
-            tl.store(counts + p_p + p_out, b_old + b_c, mask=m_m)
+                _count_sigmoid(
+                    b_s, b_centre, comparisons + o_r, counts + p_out, slopes + p_out, m_m, num_rows, P, False, ASM
+                )
+        else:
+            for p in range(P):
+                p_p = tl.cast(p, tl.int64) * num_rows
+                b_old = tl.load(counts + p_out + p_p, mask=m_m, other=0)
+                if MODE == STEP:
+                    b_t = tl.load(comparisons + o_r + p_p, mask=m_m, other=float("inf"))
+                    b_c = tl.sum((b_s >= b_t[:, None]).to(tl.int32), 1)
+                else:  # edges are one apart, from the one that `comparisons` points to downwards
+                    b_c = tl.sum(tl.minimum(tl.maximum(b_s - (tl.load(comparisons) - p), 0.0), 1.0), 1)
+                tl.store(counts + p_out + p_p, b_old + b_c, mask=m_m)
+
+
+@triton.jit
+def _count_sigmoid(b_x, b_centre, p_t, p_c, p_a, m_m, stride, P, FACTORED: tl.constexpr, ASM: tl.constexpr):
+    """Adds a tile's sum of sigmoids and of their slopes to what the program has of its rows."""
+    b_next = tl.load(p_t, mask=m_m, other=float("inf"))
+    for p in range(P):
+        b_t = b_next
+        p_t += stride * tl.minimum(P - 1 - p, 1)  # what comes next is on its way while this is used
+        b_next = tl.load(p_t, mask=m_m, other=float("inf"))
+        b_count = tl.load(p_c, mask=m_m, other=0.0)
+        b_slope = tl.load(p_a, mask=m_m, other=0.0)
+        b_behind = _behind(b_x, b_centre[:, None], b_t[:, None], FACTORED, ASM)
+        b_ahead = 1.0 - b_behind
+        tl.store(p_c, b_count + tl.sum(b_ahead, 1), mask=m_m)
+        tl.store(p_a, b_slope + tl.sum(b_ahead * b_behind, 1), mask=m_m)
+        p_c += stride
+        p_a += stride
+
+
+@triton.jit
+def _pull(
+    b_g,
+    b_s,
+    b_extra,
+    p_t,
+    p_w,
+    p_reached,
+    m_v,
+    m_reached,
+    stride,
+    P,
+    AXIS: tl.constexpr,
+    MODE: tl.constexpr,
+    FACTORED: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Adds to a gradient tile what the comparisons of its rows (AXIS 1) or of its columns (AXIS 0) bring.
+
+    `b_extra` is the centre of the comparisons (SIGMOID) or the scale of the gradient (STEP).
+    """
+    NOTHING: tl.constexpr = float("inf") if MODE == STEP else 0.0
+    b_x = b_s
+    b_extra = tl.expand_dims(b_extra, AXIS)
+    if FACTORED:
+        b_x = _power(b_s - b_extra)
+    b_next_t = tl.load(p_t, mask=m_v, other=float("inf"))
+    b_next_w = tl.load(p_w, mask=m_v, other=NOTHING)
+    for p in range(P):
+        b_t = tl.expand_dims(b_next_t, AXIS)
+        b_w = tl.expand_dims(b_next_w, AXIS)
+        step = stride * tl.minimum(P - 1 - p, 1)  # what comes next is on its way while this is used
+        p_w += step
+        b_next_w = tl.load(p_w, mask=m_v, other=NOTHING)
+        if MODE != RAMP:
+            p_t += step
+            b_next_t = tl.load(p_t, mask=m_v, other=float("inf"))
+        if MODE == SIGMOID:
+            b_behind = _behind(b_x, b_extra, b_t, FACTORED, ASM)
+            b_g += b_w * (b_behind - b_behind * b_behind)
+        elif MODE == STEP:  # w is the perturbed threshold
+            b_now = b_w > b_s
+            b_g += (b_now.to(tl.float32) - (b_t > b_s).to(tl.float32)) * b_extra
+            tl.atomic_add(p_reached, tl.sum(tl.where(b_now, 0, 1), AXIS), mask=m_reached, sem="relaxed")
+            p_reached += stride
+        else:  # w is the step of the table at this edge, edges are one apart
+            b_g += tl.where(b_s > b_t - p, b_w, 0.0)
+    return b_g
 
 
 @triton.jit
 def pull_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, own,
     row_t, row_w, row_extra, row_reached, column_t, column_w, column_extra, column_reached, high, low,
-    first_row, num_rows, chunk_row, chunk_rows, first_column, num_columns, from_column, num_candidates, row_width, row_p, column_p,
+    first_row, num_rows, chunk_row, chunk_rows, first_column, num_columns, from_column, last_written, num_candidates, row_width, row_p, column_p,
     MODE: tl.constexpr, MIRRORED: tl.constexpr, KEEP_OWN: tl.constexpr, ASM: tl.constexpr,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -194,7 +268,7 @@ def pull_kernel(
     # a stripe of GROUP row tiles at a time, so that the candidates of a wave are read from the cache
     i = tl.program_id(0)
     row_tiles = tl.cdiv(chunk_rows, BM)
-    column_tiles = tl.cdiv(first_column + num_columns - from_column, BN)
+    column_tiles = tl.cdiv(last_written - from_column, BN)
     stripe = i // (GROUP * column_tiles)
     height = tl.minimum(row_tiles - stripe * GROUP, GROUP)
     in_stripe = i % (GROUP * column_tiles)
@@ -213,55 +287,125 @@ def pull_kernel(
     b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
     if ((n_first < last) & (n_first + BN > first)) | (n_first + BN > num_candidates):
         b_s = _hide(b_s, b_start, b_stop, b_own, o_n, num_candidates, KEEP_OWN)
-    NOTHING: tl.constexpr = float("inf") if MODE == STEP else 0.0
     b_g = tl.zeros([BM, BN], tl.float32)
-    b_e = b_s
     b_extra = tl.zeros([BM], tl.float32)
-    wide = False
     if MODE != RAMP:
         b_extra = tl.load(row_extra + o_r, mask=m_m, other=0.0)
     if MODE == SIGMOID:
-        wide = tl.max(b_extra, 0) == float("inf")
-        b_e = _power(b_s - b_extra[:, None])
-    for p in range(0, row_p):
-        p_t = tl.cast(p, tl.int64) * num_rows + o_r
-        b_t = tl.load(row_t + p_t, mask=m_m, other=float("inf"))
-        b_w = tl.load(row_w + p_t, mask=m_m, other=NOTHING)
-        if MODE == SIGMOID:
-            b_behind = _behind(b_s, b_e, b_t[:, None], b_extra[:, None], wide, ASM)
-            b_g += b_w[:, None] * (b_behind - b_behind * b_behind)
-        elif MODE == STEP:  # w is the perturbed threshold
-            b_now = b_w[:, None] > b_s
-            b_g += (b_now.to(tl.float32) - (b_t[:, None] > b_s).to(tl.float32)) * b_extra[:, None]
-            tl.atomic_add(row_reached + p_t, BN - tl.sum(b_now.to(tl.int32), 1), mask=m_m, sem="relaxed")
-        else:  # w is the step of the table at this edge
-            b_g += tl.where(b_s > b_t[:, None], b_w[:, None], 0.0)
+        if tl.max(b_extra, 0) < float("inf"):
+            b_g = _pull(
+                b_g,
+                b_s,
+                b_extra,
+                row_t + o_r,
+                row_w + o_r,
+                row_reached + o_r,
+                m_m,
+                m_m,
+                num_rows,
+                row_p,
+                1,
+                MODE,
+                True,
+                ASM,
+            )
+        else:
+            b_g = _pull(
+                b_g,
+                b_s,
+                b_extra,
+                row_t + o_r,
+                row_w + o_r,
+                row_reached + o_r,
+                m_m,
+                m_m,
+                num_rows,
+                row_p,
+                1,
+                MODE,
+                False,
+                ASM,
+            )
+    else:
+        b_g = _pull(
+            b_g,
+            b_s,
+            b_extra,
+            row_t + o_r,
+            row_w + o_r,
+            row_reached + o_r,
+            m_m,
+            m_m,
+            num_rows,
+            row_p,
+            1,
+            MODE,
+            False,
+            ASM,
+        )
     if MIRRORED:
         # a row past the end must not be counted by the columns
         b_s = tl.where(m_m[:, None], b_s, float("-inf"))
+        # tiles of the chunk's own square are visited from both sides, and the rows have counted there
+        m_new = m_n & (o_n >= chunk_row + chunk_rows)
         b_extra_n = tl.zeros([BN], tl.float32)
         if MODE != RAMP:
             b_extra_n = tl.load(column_extra + o_c, mask=m_n, other=0.0)
         if MODE == SIGMOID:
-            wide = tl.max(b_extra_n, 0) == float("inf")
-            b_e = _power(b_s - b_extra_n[None, :])
-        # tiles of the chunk's own square are visited from both sides, and the rows have counted there
-        m_new = m_n & (o_n >= chunk_row + chunk_rows)
-        for p in range(0, column_p):
-            p_t = tl.cast(p, tl.int64) * num_columns + o_c
-            b_t_n = tl.load(column_t + p_t, mask=m_n, other=float("inf"))
-            b_w_n = tl.load(column_w + p_t, mask=m_n, other=NOTHING)
-            if MODE == SIGMOID:
-                b_behind = _behind(b_s, b_e, b_t_n[None, :], b_extra_n[None, :], wide, ASM)
-                b_g += b_w_n[None, :] * (b_behind - b_behind * b_behind)
-            elif MODE == STEP:
-                b_now = b_w_n[None, :] > b_s
-                b_g += (b_now.to(tl.float32) - (b_t_n[None, :] > b_s).to(tl.float32)) * b_extra_n[None, :]
-                tl.atomic_add(column_reached + p_t, BM - tl.sum(b_now.to(tl.int32), 0), mask=m_new, sem="relaxed")
+            if tl.max(b_extra_n, 0) < float("inf"):
+                b_g = _pull(
+                    b_g,
+                    b_s,
+                    b_extra_n,
+                    column_t + o_c,
+                    column_w + o_c,
+                    column_reached + o_c,
+                    m_n,
+                    m_new,
+                    num_columns,
+                    column_p,
+                    0,
+                    MODE,
+                    True,
+                    ASM,
+                )
             else:
-                b_g += tl.where(b_s > b_t_n[None, :], b_w_n[None, :], 0.0)
+                b_g = _pull(
+                    b_g,
+                    b_s,
+                    b_extra_n,
+                    column_t + o_c,
+                    column_w + o_c,
+                    column_reached + o_c,
+                    m_n,
+                    m_new,
+                    num_columns,
+                    column_p,
+                    0,
+                    MODE,
+                    False,
+                    ASM,
+                )
+        else:
+            b_g = _pull(
+                b_g,
+                b_s,
+                b_extra_n,
+                column_t + o_c,
+                column_w + o_c,
+                column_reached + o_c,
+                m_n,
+                m_new,
+                num_columns,
+                column_p,
+                0,
+                MODE,
+                False,
+                ASM,
+            )
     p_g = o_l.to(tl.int64)[:, None] * row_width + (o_n - chunk_row if MIRRORED else o_n)[None, :]
-    m_g = (o_l < chunk_rows)[:, None] & m_n[None, :]
+    # columns past the end are 0 and are written as far as the products read
+    m_g = (o_l < chunk_rows)[:, None] & (o_n < last_written)[None, :]
     b_high = b_g.to(tl.float16)
     tl.store(high + p_g, b_high, mask=m_g)
     if SPLIT:

@@ -20,6 +20,7 @@ UNIT_SCALE = 64.0
 
 
 def padded(length: int, to: int) -> int:
+    """The least multiple of `to` that holds `length`."""
     return -(-length // to) * to
 
 
@@ -31,7 +32,7 @@ class Operands:
     as_candidate: Tensor  # [rows, width]
     row_bias: Tensor  # [rows] what centring took from a query's scores
     column_bias: Tensor  # [rows] and from a candidate's
-    parts: tuple[Tensor, ...]  # [items, d] high, and low where the precision is high, times `scale`
+    parts: tuple[Tensor, ...]  # [items in whole tiles, d] high, and low where the precision is high, times `scale`
     scale: Tensor  # [1]
 
     @classmethod
@@ -54,7 +55,8 @@ class Operands:
             base, order, mean, scale, as_query, as_candidate, plain, biases[0], biases[1], d,
             SPLIT=split, DP=step, BD=min(1024, 1 << (step - 1).bit_length()),
         )  # fmt: skip
-        parts = (as_query[:items, step : step + d], as_query[:items, :d]) if split else (plain[:items, :d],)
+        rows = padded(items, TILE)
+        parts = (as_query[:rows, step : step + d], as_query[:rows, :d]) if split else (plain[:rows, :d],)
         return cls(as_query, as_candidate, biases[0], biases[1], parts, scale)
 
 
@@ -66,9 +68,13 @@ def scale_of(base: Tensor, unit: bool) -> Tensor:
     return torch.exp2(torch.floor(torch.log2(UNIT_SCALE / largest)))
 
 
+# float16 products with a float32 result came with torch 2.8; before, the factors are widened first, which is slower
+MIXED_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
 def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
-    """out += alpha * a @ b for float16 a and b with float32 sums."""
-    if a.is_cuda:
-        out.add_(torch.mm(a, b, out_dtype=torch.float32), alpha=alpha)
+    """Out += alpha * a @ b for float16 a and b with float32 sums."""
+    if a.is_cuda and MIXED_PRODUCTS:
+        torch.addmm(out, a, b, alpha=alpha, out_dtype=torch.float32, out=out)
     else:
         out.addmm_(a.float(), b.float(), alpha=alpha)

@@ -1,0 +1,115 @@
+"""The score door of the fused kernels, for exact ranks of long lists."""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rankgrad.ops.counting import BUCKETS_EACH, MOST_BUCKETS, Thresholds
+from rankgrad.ops.fused import list_kernels as kernels
+from rankgrad.ops.lists import ScoreLists
+from rankgrad.ops.rankers import Blackbox, Exact, Ranker
+from rankgrad.ops.tiled import ScoreDoor
+
+# Scores or buckets of a program.
+BLOCK = 1024
+
+# Scores of a list below which, and lists above which, the tiled path is taken unless asked otherwise: there is then too
+# little work in a launch, or too little in a list to make a table for it.
+SHORTEST_LIST = 4096
+MOST_LISTS = 64
+
+
+def supports(ranker: Ranker) -> bool:
+    return isinstance(ranker, Exact) or (isinstance(ranker, Blackbox) and not ranker.margin_noise)
+
+
+def suits(scores: Tensor) -> bool:
+    """Whether the kernels are worth it for a matrix of lists [Q, n]."""
+    return scores.shape[0] <= MOST_LISTS and scores.shape[1] >= SHORTEST_LIST
+
+
+class Tables:
+    """The sorted thresholds of some lists, and where the buckets begin in them."""
+
+    def __init__(
+        self, thresholds: Thresholds, rows: Tensor, num_relevant: Tensor, before: "Tables | None" = None
+    ) -> None:
+        self.thresholds, self.rows, self.num_relevant = thresholds, rows, num_relevant
+        self.descending = thresholds.descending[0]
+        count, self.width = self.descending.shape
+        self.buckets = max(min(BUCKETS_EACH * self.width, MOST_BUCKETS // count), 4)
+        self.bucket_map = self.descending.new_empty(count, 2) if before is None else before.bucket_map
+        self.begin = torch.empty(count, self.buckets + 1, dtype=torch.int32, device=rows.device)
+        if self.width:
+            blocks = triton.cdiv(self.buckets + 1, BLOCK)
+            kernels.table_kernel[(count * blocks,)](
+                self.descending, num_relevant, rows, self.bucket_map, self.begin,
+                self.width, self.buckets, self.width.bit_length(), blocks,
+                MAKE_MAP=before is None, BLOCK=BLOCK,
+            )  # fmt: skip
+
+    def moved(self, thresholds: Thresholds) -> "Tables":
+        """Those of other thresholds with the same map."""
+        return Tables(thresholds, self.rows, self.num_relevant, before=self)
+
+
+class FusedScoreDoor(ScoreDoor):
+    """Few long lists as a matrix of scores, for `Exact` and `Blackbox`."""
+
+    def __init__(self, scores: Tensor, lists: ScoreLists) -> None:
+        super().__init__(scores, lists)
+        self.tables: list[Tables] = []
+
+    def count(self, ranker: Ranker, prepared: list[Thresholds], seed: int) -> list[Tensor]:
+        rows = [self.order[chunk] for chunk in self.chunks]
+        self.tables = [Tables(t, r, self.lists.num_relevant) for t, r in zip(prepared, rows, strict=True)]
+        return [self._reached(t, kernels.count_kernel, (t.descending, t.begin)) for t in self.tables]
+
+    def pull(
+        self, ranker: Ranker, prepared: list[Thresholds], aimed: list[tuple[Thresholds, Tensor]], seed: int
+    ) -> list[Tensor | None]:
+        self.d_scores = torch.empty_like(self.scores, memory_format=torch.contiguous_format)
+        pulled: list[Tensor | None] = []
+        for t, (perturbed, scale) in zip(self.tables, aimed, strict=True):
+            moved = t.moved(perturbed)
+            places = (t.descending, t.begin, moved.descending, moved.begin, scale, self.d_scores)
+            pulled.append(self._reached(moved, kernels.pull_kernel, places))
+        return pulled
+
+    def _reached(self, tables: Tables, kernel: Any, arguments: tuple[Tensor, ...]) -> Tensor:
+        """[B, P] scores that reach each threshold, from one pass of `kernel` over them."""
+        counts = torch.zeros_like(tables.descending, dtype=torch.int32)
+        if tables.width:
+            scores, relevant, ranked = self._operands
+            n = scores.shape[1]
+            blocks = triton.cdiv(n, BLOCK)
+            kernel[(len(tables.rows) * blocks,)](
+                scores, relevant, ranked, tables.rows, tables.bucket_map, *arguments, counts,
+                scores.stride(0), n, tables.width, tables.buckets, blocks,
+                RANKED=self.lists.ranked is not None, BLOCK=BLOCK,
+            )  # fmt: skip
+        return tables.thresholds.as_given(counts.cumsum(dim=1))
+
+    @cached_property
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, and as bytes what is relevant and what is ranked, contiguous within a list."""
+        scores = self.scores if self.scores.stride(1) == 1 else self.scores.contiguous()
+        relevant = self.lists.is_relevant.contiguous().view(torch.uint8)
+        ranked = self.lists.ranked
+        return scores, relevant, relevant if ranked is None else ranked.contiguous().view(torch.uint8)
+
+    def gradients(self, d_relevant: list[Tensor]) -> tuple[Tensor, ...]:
+        lists = self.lists
+        if lists.single:
+            return super().gradients(d_relevant)
+        for tables, d_scores in zip(self.tables, d_relevant, strict=True):
+            blocks = triton.cdiv(tables.width, BLOCK)
+            if blocks:
+                kernels.land_kernel[(len(tables.rows) * blocks,)](
+                    d_scores.contiguous(), lists.column, lists.num_relevant, lists.first, tables.rows, self.d_scores,
+                    self.scores.shape[1], tables.width, blocks, BLOCK=BLOCK,
+                )  # fmt: skip
+        return (self.d_scores,)

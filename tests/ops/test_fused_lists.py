@@ -1,0 +1,112 @@
+"""The kernels for long lists give what the tiled path gives, to the last integer, in Triton's interpreter or on a GPU."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+import rankgrad
+
+# read when a kernel is decorated, so before the first import of the kernels
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cpu" and os.environ["TRITON_INTERPRET"] != "1", reason="kernels need a GPU or the interpreter"),
+    # numpy, on which the interpreter runs, warns where a GPU gives infinity
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+]
+
+
+def both_ways(
+    ranker, scores: Tensor, relevance: Tensor, candidates: Tensor | None = None, objective=None, **options
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Losses and gradient of the kernels and of the tiled path."""
+    results = []
+    for backend in ("triton", "tiled"):
+        x = scores.detach().clone().requires_grad_()
+        loss = rankgrad.RankLoss(ranker, objective or rankgrad.AveragePrecision(), backend=backend, **options)
+        value = loss.from_scores(x, relevance, candidates=candidates)
+        (gradient,) = torch.autograd.grad(value.sum() * 3, x)
+        results.append((value.detach(), gradient))
+    return results[0], results[1]
+
+
+def assert_same(kernels: tuple[Tensor, Tensor], tiled: tuple[Tensor, Tensor]) -> None:
+    for ours, wanted in zip(kernels, tiled, strict=True):
+        assert torch.equal(ours, wanted), f"{(ours != wanted).sum()} of {wanted.numel()} differ"
+
+
+def batch(rows: int, n: int, share: float, kind: str = "normal", seed: int = 0) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    relevance = torch.rand(rows, n, generator=rng) < share
+    scores = torch.randn(rows, n, generator=rng) + relevance
+    if kind == "grid":
+        scores = (scores * 4).round() / 4
+    elif kind == "one value":
+        scores = torch.full_like(scores, 0.3)
+    elif kind == "heavy":
+        scores = (3 * scores).exp()
+    elif kind == "infinite":
+        where = torch.rand(rows, n, generator=rng)
+        scores = scores.masked_fill(where < 0.02, torch.inf).masked_fill((where > 0.97) & ~relevance, -torch.inf)
+    elif kind == "huge":
+        scores = scores.clamp(-1, 1) * 3e38
+    return scores.to(DEVICE), relevance.to(DEVICE)
+
+
+@pytest.mark.parametrize("kind", ["normal", "grid", "one value", "heavy", "infinite", "huge"])
+@pytest.mark.parametrize(("n", "share"), [(1, 1.0), (700, 0.02), (2500, 0.3)])
+def test_one_list(kind, n, share):
+    scores, relevance = batch(1, n, share, kind)
+    kernels, tiled = both_ways(rankgrad.Blackbox(0.7), scores[0], relevance[0])
+    assert_same(kernels, tiled)
+    if n > 1 and kind in ("normal", "grid"):
+        assert kernels[1].count_nonzero() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_ragged_lists_with_gaps(dtype):
+    """Rows with 0 to many relevant items, some candidates not ranked, strided scores."""
+    scores, relevance = batch(5, 1300, 0.1, "grid", seed=1)
+    relevance &= torch.rand(5, 1300, generator=torch.Generator().manual_seed(2)).to(DEVICE) < torch.arange(5, device=DEVICE)[:, None] / 4
+    candidates = torch.rand(5, 1300, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.8
+    strided = scores.to(dtype).t().contiguous().t()
+    for ranker in (rankgrad.Blackbox(2.0, margin=0.25), rankgrad.Exact()):
+        kernels, tiled = both_ways(ranker, strided, relevance, candidates, reduction="none")
+        assert_same(kernels, tiled)
+
+
+def test_graded_relevance_and_another_objective():
+    scores, relevance = batch(2, 900, 0.1)
+    grades = relevance * torch.randint(1, 4, relevance.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    kernels, tiled = both_ways(rankgrad.Blackbox(5.0), scores, grades, objective=rankgrad.NDCG())
+    assert_same(kernels, tiled)
+
+
+def test_agrees_with_the_definition():
+    scores, relevance = batch(2, 400, 0.1, "grid", seed=4)
+    x, y = scores.clone().requires_grad_(), scores.double().requires_grad_()
+    ours = rankgrad.RamboAPLoss(lam=3.1731, backend="triton").from_scores(x, relevance)
+    wanted = rankgrad.RamboAPLoss(lam=3.1731, backend="reference").from_scores(y, relevance)
+    torch.testing.assert_close(ours.double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(ours, x)[0].double(), torch.autograd.grad(wanted, y)[0], rtol=1e-6, atol=1e-9)
+
+
+def test_nothing_relevant():
+    scores, relevance = batch(1, 50, 0.0)
+    (value, gradient), _ = both_ways(rankgrad.Blackbox(1.0), scores, relevance)
+    assert value == 0
+    assert not gradient.any()
+
+
+def test_what_has_no_kernel_is_refused():
+    scores, relevance = batch(1, 50, 0.2)
+    for ranker, name in ((rankgrad.Sigmoid(0.1), "Sigmoid"), (rankgrad.Blackbox(1.0, 0.1, margin_noise=True), "margin_noise=True")):
+        loss = rankgrad.RankLoss(ranker, rankgrad.AveragePrecision(), backend="triton")
+        with pytest.raises(RuntimeError, match=f"RankLoss: backend='triton' cannot run here: there is no kernel for .*{name}"):
+            loss.from_scores(scores, relevance)
+    with pytest.raises(RuntimeError, match=r"the kernels compute in float32, and the scores are torch\.float64"):
+        rankgrad.RamboAPLoss(backend="triton").from_scores(scores.double(), relevance)
