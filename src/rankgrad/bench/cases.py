@@ -18,7 +18,6 @@ COUNTED = ("recall_at_k", "smooth_ap", "rambo_recall", "rambo_ap")  # these comp
 LOSSES = (*COUNTED, "fast_ap")
 ONE_PER_RANKER = ("recall_at_k", "rambo_ap", "fast_ap")
 PRECISIONS = ("fast", "high")
-MOST_OF_A_CLASS = 500  # in ragged batches
 GALLERY_RELEVANT = 4
 
 
@@ -73,7 +72,8 @@ class Shape:
 
     @property
     def per_class(self) -> int:
-        return int(self.relevant) + 1
+        """Items of a class, in a ragged batch of the largest."""
+        return int(self.relevant.rpartition("-")[2]) + 1
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class Sizes:
     """The sizes of a run: those of the table, or small ones that try the command itself."""
 
     balanced: tuple[int, ...] = (4096, 16384, 65536)
-    nines: int = 65530
-    hundreds: int = 16400
+    many: tuple[tuple[int, str], ...] = ((65530, "9"), (16400, "99"))  # more relevant items
     large: int = 262144
     huge: int = 1048576
     ragged: tuple[int, ...] = (16384, 65536)
+    most: int = 500  # items of a class in ragged batches
     middle: int = 16384  # where dimensions are varied
     dims: tuple[int, ...] = (64, 128, 384, 768, 2048)
     gallery: tuple[int, int] = (16384, 65536)
@@ -123,7 +123,21 @@ class Sizes:
     dim: int = 512
 
 
-TINY = Sizes((32,), 40, 200, 64, 96, (48,), 32, (8,), (8, 32), (500,), (), 32, 16)
+TINY = Sizes(
+    balanced=(32,),
+    many=((40, "9"),),
+    large=48,
+    huge=64,
+    ragged=(48,),
+    most=6,
+    middle=32,
+    dims=(8,),
+    gallery=(8, 32),
+    vectors=(500,),
+    to_the_end=(),
+    check=64,
+    dim=16,
+)
 
 
 def vector_target(shape: Shape, ms: float, megabytes: float) -> Target:
@@ -140,7 +154,8 @@ def all_cases(sizes: Sizes, *, huge: bool) -> Iterator[Case]:
         yield from (dense(loss, shape) for loss in LOSSES)
         is_largest = count == max(sizes.balanced)
         yield from (chunked(loss, shape) for loss in (LOSSES if is_largest else ("recall_at_k",)))
-    for shape in (Shape(sizes.nines, "9", sizes.dim), Shape(sizes.hundreds, "99", sizes.dim)):
+    for count, relevant in sizes.many:
+        shape = Shape(count, relevant, sizes.dim)
         yield floor(shape)
         yield from ours(COUNTED, shape)
         yield dense("recall_at_k", shape)
@@ -162,7 +177,7 @@ def all_cases(sizes: Sizes, *, huge: bool) -> Iterator[Case]:
     yield floor(gallery)
     yield from ours(ONE_PER_RANKER, gallery)
     for count in sizes.ragged:
-        yield from ours(ONE_PER_RANKER, Shape(count, f"0-{MOST_OF_A_CLASS - 1}", sizes.dim, "ragged"))
+        yield from ours(ONE_PER_RANKER, Shape(count, f"0-{sizes.most - 1}", sizes.dim, "ragged"))
     for count in sizes.to_the_end:
         yield dense("recall_at_k", Shape(count, dim=sizes.dim))
     if huge:
@@ -234,7 +249,7 @@ def make_batch(shape: Shape, device: torch.device, label_device: torch.device) -
         scores = torch.randn(shape.queries, generator=generator, device=device) + relevance
         return Batch((scores.requires_grad_(),), (relevance,))
     if shape.kind == "ragged":
-        embeddings, labels = ragged_batch(shape.queries, shape.dim, MOST_OF_A_CLASS, device=device)
+        embeddings, labels = ragged_batch(shape.queries, shape.dim, shape.per_class, device=device)
     elif shape.kind == "gallery":
         return _gallery_batch(shape, device, label_device)
     else:

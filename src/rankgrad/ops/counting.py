@@ -133,9 +133,9 @@ class Thresholds:
 
     @cached_property
     def ranks(self) -> Tensor:
-        """[B, P] int64 rank of each threshold in its row, 1 for the highest; of equal ones the first is ahead."""
-        order = self.descending[1]
-        return self.as_given(torch.arange(1, order.shape[1] + 1, device=order.device).expand_as(order))
+        """[B, P] int32 rank of each threshold in its row, 1 for the highest; of equal ones the first is ahead."""
+        places = torch.arange(1, self.values.shape[1] + 1, dtype=torch.int32, device=self.values.device)
+        return self.as_given(places.expand_as(self.values))
 
     def as_given(self, ordered: Tensor) -> Tensor:
         """[B, P] in the order of the values what is in `descending` order."""
@@ -153,15 +153,20 @@ class Thresholds:
         """[B, P] int64: how many scores of the row are at or above each threshold."""
         if self.few:
             return self._all_but([above.sum(dim=1) for above in self._compared(tile)], tile)
-        return self._reached(_places(tile, self)[0])
+        places = torch.empty(tile.shape, dtype=torch.int32, device=tile.device)
+        for columns, (place,) in _places(tile, self):
+            places[:, columns] = place
+        return self._reached(places)
 
     def above(self, tile: Tensor) -> Tensor:
         """[B, Z] in the tile's dtype: how many thresholds of the row lie above each score."""
-        if not self.few:
-            return self._above(_places(tile, self)[0]).to(tile.dtype)
         total = torch.zeros_like(tile)
-        for above in self._compared(tile):
-            total += above
+        if self.few:
+            for above in self._compared(tile):
+                total += above
+        else:
+            for columns, (place,) in _places(tile, self):
+                total[:, columns] = place.sub_(self._row_places)
         return total
 
     def passed_by(self, moved: "Thresholds", tile: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,17 +174,21 @@ class Thresholds:
 
         [B, Z] in the tile's dtype how many more of the row are above each score than before, and `moved.reached_by(tile)`.
         """
-        if not self.few:
-            before, after = _places(tile, self, moved)
-            reached = moved._reached(after)
-            return moved._above(after).sub_(self._above(before)).to(tile.dtype), reached
-        change, short = torch.zeros_like(tile), []
-        for above in moved._compared(tile):
-            change += above
-            short.append(above.sum(dim=1))
-        for above in self._compared(tile):
-            change -= above
-        return change, moved._all_but(short, tile)
+        change = torch.zeros_like(tile)
+        if self.few:
+            below = []
+            for above in moved._compared(tile):
+                change += above
+                below.append(above.sum(dim=1))
+            for above in self._compared(tile):
+                change -= above
+            return change, moved._all_but(below, tile)
+        places = torch.empty(tile.shape, dtype=torch.int32, device=tile.device)
+        offset = moved._row_places - self._row_places
+        for columns, (before, after) in _places(tile, self, moved):
+            places[:, columns] = after
+            change[:, columns] = after.sub_(before).sub_(offset)
+        return change, moved._reached(places)
 
     def _compared(self, tile: Tensor) -> Iterator[Tensor]:
         """[B, Z] for every threshold 1 where it is above the score, all in the same memory."""
@@ -187,44 +196,39 @@ class Thresholds:
         for column in self.columns:
             yield torch.gt(column[:, None], tile, out=above)
 
-    def _all_but(self, short: list[Tensor], tile: Tensor) -> Tensor:
-        """[B, P] int64 scores at or above from the number of those below, which as a float is exact: a tile is no wider than 2**24."""
+    def _all_but(self, below: list[Tensor], tile: Tensor) -> Tensor:
+        """[B, P] int64 scores that reach each threshold, from those below it; a float counts a tile of up to 2**24 exactly."""
         rows, width = tile.shape
-        return width - torch.stack(short, dim=1).long() if short else self.values.new_zeros(rows, 0, dtype=torch.long)
+        return width - torch.stack(below, dim=1).long() if below else self.values.new_zeros(rows, 0, dtype=torch.long)
 
-    def _above(self, places: Tensor) -> Tensor:
-        """[B, Z] int32 from places; changes them."""
-        rows = len(places)
-        if rows > 1:
-            places -= torch.arange(0, rows * self.table.stride, self.table.stride, dtype=torch.int32, device=places.device)[
-                :, None
-            ]
-        return places
+    @cached_property
+    def _row_places(self) -> Tensor:
+        """[B, 1] int32 where the rows begin in the table's ladder."""
+        stride = self.table.stride
+        return torch.arange(0, len(self.values) * stride, stride, dtype=torch.int32, device=self.values.device)[:, None]
 
     def _reached(self, places: Tensor) -> Tensor:
         rows, width = self.values.shape
-        tally = torch.bincount(places.view(-1), minlength=rows * self.table.stride).view(rows, -1)
+        tally = torch.bincount(places.view(-1), minlength=rows * self.table.stride).view(rows, -1)[:, :width]
         # a score reaches the threshold at its place and all after it
-        return self.as_given(tally[:, :width].cumsum(dim=1))
+        return self.as_given(tally.cumsum(dim=1))
 
 
-def _places(tile: Tensor, *sets: Thresholds) -> list[Tensor]:
-    """[B, Z] int32 for each of several sets with the same buckets: the place of the first threshold that is not above a score."""
-    out = [torch.empty(tile.shape, dtype=torch.int32, device=tile.device) for _ in sets]
-    for columns in _blocks(tile):
+def _places(tile: Tensor, *sets: Thresholds) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Blocks of columns, and for every set, all with the same buckets, the [B, z] int32 places of their scores.
+
+    The place of a score is that of the first threshold that is not above it.
+    """
+    rows, width = tile.shape
+    step = max((BLOCK_ON_CPU if tile.device.type == "cpu" else BLOCK) // rows, 1)
+    for start in range(0, width, step):
+        columns = slice(start, start + step)
         scores = tile[:, columns].contiguous()
         bucket = sets[0].buckets(scores)
         places = [t.table.place.index_select(0, bucket) for t in sets]
-        unsure = (places[0] if len(places) == 1 else places[0] | places[1]) < 0
-        shared = unsure.nonzero().view(-1)
+        occupied = (places[0] if len(places) == 1 else places[0] | places[1]) < 0
+        shared = occupied.nonzero().view(-1)
         searched = scores.view(-1).index_select(0, shared)
-        for whole, place, t in zip(out, places, sets, strict=True):
+        for place, t in zip(places, sets, strict=True):
             place.index_copy_(0, shared, t.table.search(place.index_select(0, shared), searched))
-            whole[:, columns] = place.view(scores.shape)
-    return out
-
-
-def _blocks(tile: Tensor) -> Iterator[slice]:
-    rows, width = tile.shape
-    step = max((BLOCK_ON_CPU if tile.device.type == "cpu" else BLOCK) // rows, 1)
-    return (slice(start, start + step) for start in range(0, width, step))
+        yield columns, [place.view(scores.shape) for place in places]

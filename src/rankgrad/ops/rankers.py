@@ -40,6 +40,11 @@ class Relevant:
     num_relevant: Tensor  # [B] int64
     list_length: Tensor  # [B] int64, candidates that are ranked
     rank_dtype: torch.dtype  # wide enough for exact integer ranks
+    full: bool = False  # known to have no padding
+
+    def fill(self, values: Tensor, value: float) -> Tensor:
+        """`values` [B, P] with `value` at the padding."""
+        return values if self.full else torch.where(self.valid, values, value)
 
     @property
     def as_tile(self) -> Tensor:
@@ -68,7 +73,7 @@ class Ranker(ABC):
     """One choice of `step`. Stateless: what belongs to a batch is handed from method to method."""
 
     differentiable = True
-    leaves = LEAVES  # what `aim` needs the objective's derivative by
+    leaves: tuple[str, ...] = LEAVES  # what `aim` needs the objective's derivative by
 
     @abstractmethod
     def prepare(self, relevant: Relevant, key: int) -> Any:
@@ -237,7 +242,7 @@ class Blackbox(Ranker):
         return prepared.reached_by(self._shifted(tile, key))
 
     def ranks(self, counts: Tensor, relevant: Relevant, prepared: Thresholds) -> Ranks:
-        return _item_ranks(counts, _proper_ranks(prepared, relevant.valid), relevant)
+        return _item_ranks(counts, _proper_ranks(prepared, relevant), relevant)
 
     def aim(
         self, grads: tuple[Tensor, ...], relevant: Relevant, prepared: Thresholds, share: Share
@@ -245,7 +250,7 @@ class Blackbox(Ranker):
         raw_lam = self.lam * relevant.list_length[:, None].clamp(min=1).to(relevant.rank_dtype)  # a list may be empty
         step = (raw_lam * share.unit * grads[0]).to(prepared.values.dtype)
         scale = (share.incoming / (share.unit * raw_lam)).to(prepared.values.dtype)
-        return prepared.moved(torch.where(relevant.valid, prepared.values + step, torch.inf)), scale
+        return prepared.moved(relevant.fill(prepared.values + step, torch.inf)), scale
 
     def pull(self, tile: Tensor, prepared: Thresholds, aimed: tuple[Thresholds, Tensor], key: int) -> tuple[Tensor, Tensor]:
         perturbed, scale = aimed
@@ -263,8 +268,9 @@ class Blackbox(Ranker):
         share: Share,
     ) -> Tensor:
         perturbed, scale = aimed
-        moved = pulled - counts + _proper_ranks(perturbed, relevant.valid) - _proper_ranks(prepared, relevant.valid)
-        return torch.where(relevant.valid, moved * scale, 0).to(relevant.scores.dtype)
+        assert pulled is not None, "perturbed ranks are counted by every pass"
+        moved = pulled - counts + _proper_ranks(perturbed, relevant) - _proper_ranks(prepared, relevant)
+        return relevant.fill(moved * scale, 0).to(relevant.scores.dtype)
 
 
 @dataclass(frozen=True)
@@ -361,14 +367,16 @@ def _columns(columns: list[Tensor], tile: Tensor) -> Tensor:
 def _item_ranks(counts: Tensor, positive_rank: Tensor, relevant: Relevant) -> Ranks:
     """Ranks with one entry per relevant item, from the irrelevant items ahead of it and its rank among the relevant."""
     dtype = relevant.rank_dtype
-    positive_rank = torch.where(relevant.valid, positive_rank, 1).to(dtype)
-    rank = torch.where(relevant.valid, counts, 0).to(dtype) + positive_rank
+    positive_rank = relevant.fill(positive_rank, 1).to(dtype)
+    rank = relevant.fill(counts, 0).to(dtype) + positive_rank
     mass = relevant.entry_gains if relevant.gains is None else relevant.valid.to(dtype)
     return relevant.as_ranks(rank, positive_rank, mass, relevant.entry_gains)
 
 
-def _proper_ranks(thresholds: Thresholds, valid: Tensor) -> Tensor:
+def _proper_ranks(thresholds: Thresholds, relevant: Relevant) -> Tensor:
     """[B, P] int64 rank of each relevant item among the relevant: the higher score first, then the earlier item."""
+    if relevant.full:
+        return thresholds.ranks
     # padding is infinite and last in its row: ahead of every item but of infinite ones
-    padding = (~valid).sum(dim=1, keepdim=True)
+    padding = (~relevant.valid).sum(dim=1, keepdim=True)
     return torch.where(thresholds.values == torch.inf, thresholds.ranks, thresholds.ranks - padding)

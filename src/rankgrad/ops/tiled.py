@@ -21,7 +21,7 @@ from rankgrad.ops.rankers import Ranker, Relevant
 EXACT_FLOAT32 = 2**24
 
 # Columns of a tile of given scores for every relevant item of a row, and most of them.
-TILE_PER_RELEVANT = 4
+TILE_PER_RELEVANT = 2
 WIDEST_TILE = 2**22
 
 
@@ -259,6 +259,7 @@ class ScoreDoor(TiledDoor):
         scores, grades = self.lists.at(self.scores, rows, columns).to(self.dtype), self.lists.grades
         return Relevant(
             scores=scores if self.lists.single else scores.masked_fill_(~valid, torch.inf),
+            full=self.lists.single,
             valid=valid,
             gains=None if grades is None else self.lists.at(grades, rows, columns).to(self.dtype),
             num_relevant=self.lists.num_relevant[rows],

@@ -23,9 +23,7 @@ RAMP = tl.constexpr(2)
 @triton.jit
 def _reciprocal(b_x, ASM: tl.constexpr):
     if ASM:  # one instruction, where a division takes six; relative error 2**-23
-        b_y = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        b_y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         b_y = 1.0 / b_x
     return b_y
@@ -45,16 +43,23 @@ def _centre(b_low, b_high):
     score instead of one per comparison. That is exact while |centre - t| <= 100: where either power is cut off the sigmoid is
     0 or 1 in float32.
     """
-    m_any = b_high >= b_low
-    wide = tl.max(tl.where(m_any, b_high - b_low, 0.0), 0) > 200.0
-    return tl.where(wide, float("inf"), tl.where(m_any, 0.5 * (b_low + b_high), 0.0))
+    m_any = b_high >= b_low  # a row may have none
+    b_low = tl.where(m_any, b_low, 0.0)
+    b_high = tl.where(m_any, b_high, 0.0)
+    return tl.where(tl.max(b_high - b_low, 0) > 200.0, float("inf"), 0.5 * (b_low + b_high))
 
 
 @triton.jit
-def _behind(b_x, b_centre, b_t, FACTORED: tl.constexpr, ASM: tl.constexpr):
-    """1 - sigmoid; b_x is the power of a score less the centre if FACTORED, else the score. 1 at a hidden score of -inf."""
+def _sigmoid(b_x, b_centre, b_t, FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr):
+    """A sigmoid and its complement; b_x is the power of a score less the centre if FACTORED, else the score.
+
+    PRECISE keeps the relative error of small sigmoids, which are all there is once classes are well apart.
+    """
     b_power = b_x * tl.exp2(b_centre - b_t) if FACTORED else _power(b_x - b_t)
-    return _reciprocal(1.0 + b_power, ASM)
+    if PRECISE:
+        b_power = tl.minimum(b_power, 1.0e30)
+    b_behind = _reciprocal(1.0 + b_power, ASM)
+    return b_power * b_behind if PRECISE else 1.0 - b_behind, b_behind
 
 
 @triton.jit
@@ -163,16 +168,15 @@ def count_kernel(
         if ((i_n * BN < last) & ((i_n + 1) * BN > first)) | ((i_n + 1) * BN > num_candidates):
             b_s = _hide(b_s, b_start, b_stop, b_own, o_n, num_candidates, KEEP_OWN)
         if MODE == SIGMOID:
+            p_t = comparisons + o_r
+            p_c = counts + p_out
+            p_a = slopes + p_out
             # two loops and not one with a branch: either the score or its power is alive, and registers are scarce
             if tl.max(b_centre, 0) < float("inf"):
                 b_e = _power(b_s - b_centre[:, None])
-                _count_sigmoid(
-                    b_e, b_centre, comparisons + o_r, counts + p_out, slopes + p_out, m_m, num_rows, P, True, ASM
-                )
+                _count_sigmoid(b_e, b_centre, p_t, p_c, p_a, m_m, num_rows, P, True, SPLIT, ASM)
             else:
-                _count_sigmoid(
-                    b_s, b_centre, comparisons + o_r, counts + p_out, slopes + p_out, m_m, num_rows, P, False, ASM
-                )
+                _count_sigmoid(b_s, b_centre, p_t, p_c, p_a, m_m, num_rows, P, False, SPLIT, ASM)
         else:
             for p in range(P):
                 p_p = tl.cast(p, tl.int64) * num_rows
@@ -186,7 +190,9 @@ def count_kernel(
 
 
 @triton.jit
-def _count_sigmoid(b_x, b_centre, p_t, p_c, p_a, m_m, stride, P, FACTORED: tl.constexpr, ASM: tl.constexpr):
+def _count_sigmoid(
+    b_x, b_centre, p_t, p_c, p_a, m_m, stride, P, FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """Adds a tile's sum of sigmoids and of their slopes to what the program has of its rows."""
     b_next = tl.load(p_t, mask=m_m, other=float("inf"))
     for p in range(P):
@@ -195,8 +201,7 @@ def _count_sigmoid(b_x, b_centre, p_t, p_c, p_a, m_m, stride, P, FACTORED: tl.co
         b_next = tl.load(p_t, mask=m_m, other=float("inf"))
         b_count = tl.load(p_c, mask=m_m, other=0.0)
         b_slope = tl.load(p_a, mask=m_m, other=0.0)
-        b_behind = _behind(b_x, b_centre[:, None], b_t[:, None], FACTORED, ASM)
-        b_ahead = 1.0 - b_behind
+        b_ahead, b_behind = _sigmoid(b_x, b_centre[:, None], b_t[:, None], FACTORED, PRECISE, ASM)
         tl.store(p_c, b_count + tl.sum(b_ahead, 1), mask=m_m)
         tl.store(p_a, b_slope + tl.sum(b_ahead * b_behind, 1), mask=m_m)
         p_c += stride
@@ -205,21 +210,9 @@ def _count_sigmoid(b_x, b_centre, p_t, p_c, p_a, m_m, stride, P, FACTORED: tl.co
 
 @triton.jit
 def _pull(
-    b_g,
-    b_s,
-    b_extra,
-    p_t,
-    p_w,
-    p_reached,
-    m_v,
-    m_reached,
-    stride,
-    P,
-    AXIS: tl.constexpr,
-    MODE: tl.constexpr,
-    FACTORED: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    b_g, b_s, b_extra, p_t, p_w, p_reached, m_v, m_reached, stride, P,
+    AXIS: tl.constexpr, MODE: tl.constexpr, FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Adds to a gradient tile what the comparisons of its rows (AXIS 1) or of its columns (AXIS 0) bring.
 
     `b_extra` is the centre of the comparisons (SIGMOID) or the scale of the gradient (STEP).
@@ -241,8 +234,8 @@ def _pull(
             p_t += step
             b_next_t = tl.load(p_t, mask=m_v, other=float("inf"))
         if MODE == SIGMOID:
-            b_behind = _behind(b_x, b_extra, b_t, FACTORED, ASM)
-            b_g += b_w * (b_behind - b_behind * b_behind)
+            b_ahead, b_behind = _sigmoid(b_x, b_extra, b_t, FACTORED, PRECISE, ASM)
+            b_g += b_w * (b_ahead * b_behind)
         elif MODE == STEP:  # w is the perturbed threshold
             b_now = b_w > b_s
             b_g += (b_now.to(tl.float32) - (b_t > b_s).to(tl.float32)) * b_extra
@@ -257,7 +250,8 @@ def _pull(
 def pull_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, own,
     row_t, row_w, row_extra, row_reached, column_t, column_w, column_extra, column_reached, high, low,
-    first_row, num_rows, chunk_row, chunk_rows, first_column, num_columns, from_column, last_written, num_candidates, row_width, row_p, column_p,
+    first_row, num_rows, chunk_row, chunk_rows, first_column, num_columns, from_column, last_written,
+    num_candidates, row_width, row_p, column_p,
     MODE: tl.constexpr, MIRRORED: tl.constexpr, KEEP_OWN: tl.constexpr, ASM: tl.constexpr,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -291,118 +285,35 @@ def pull_kernel(
     b_extra = tl.zeros([BM], tl.float32)
     if MODE != RAMP:
         b_extra = tl.load(row_extra + o_r, mask=m_m, other=0.0)
+    p_t = row_t + o_r
+    p_w = row_w + o_r
+    p_c = row_reached + o_r
     if MODE == SIGMOID:
+        # two calls and not one with a branch inside: either the score or its power is alive in the loop
         if tl.max(b_extra, 0) < float("inf"):
-            b_g = _pull(
-                b_g,
-                b_s,
-                b_extra,
-                row_t + o_r,
-                row_w + o_r,
-                row_reached + o_r,
-                m_m,
-                m_m,
-                num_rows,
-                row_p,
-                1,
-                MODE,
-                True,
-                ASM,
-            )
+            b_g = _pull(b_g, b_s, b_extra, p_t, p_w, p_c, m_m, m_m, num_rows, row_p, 1, MODE, True, SPLIT, ASM)
         else:
-            b_g = _pull(
-                b_g,
-                b_s,
-                b_extra,
-                row_t + o_r,
-                row_w + o_r,
-                row_reached + o_r,
-                m_m,
-                m_m,
-                num_rows,
-                row_p,
-                1,
-                MODE,
-                False,
-                ASM,
-            )
+            b_g = _pull(b_g, b_s, b_extra, p_t, p_w, p_c, m_m, m_m, num_rows, row_p, 1, MODE, False, SPLIT, ASM)
     else:
-        b_g = _pull(
-            b_g,
-            b_s,
-            b_extra,
-            row_t + o_r,
-            row_w + o_r,
-            row_reached + o_r,
-            m_m,
-            m_m,
-            num_rows,
-            row_p,
-            1,
-            MODE,
-            False,
-            ASM,
-        )
+        b_g = _pull(b_g, b_s, b_extra, p_t, p_w, p_c, m_m, m_m, num_rows, row_p, 1, MODE, False, SPLIT, ASM)
     if MIRRORED:
         # a row past the end must not be counted by the columns
         b_s = tl.where(m_m[:, None], b_s, float("-inf"))
         # tiles of the chunk's own square are visited from both sides, and the rows have counted there
         m_new = m_n & (o_n >= chunk_row + chunk_rows)
-        b_extra_n = tl.zeros([BN], tl.float32)
+        b_en = tl.zeros([BN], tl.float32)
         if MODE != RAMP:
-            b_extra_n = tl.load(column_extra + o_c, mask=m_n, other=0.0)
+            b_en = tl.load(column_extra + o_c, mask=m_n, other=0.0)
+        p_tn = column_t + o_c
+        p_wn = column_w + o_c
+        p_cn = column_reached + o_c
         if MODE == SIGMOID:
-            if tl.max(b_extra_n, 0) < float("inf"):
-                b_g = _pull(
-                    b_g,
-                    b_s,
-                    b_extra_n,
-                    column_t + o_c,
-                    column_w + o_c,
-                    column_reached + o_c,
-                    m_n,
-                    m_new,
-                    num_columns,
-                    column_p,
-                    0,
-                    MODE,
-                    True,
-                    ASM,
-                )
+            if tl.max(b_en, 0) < float("inf"):
+                b_g = _pull(b_g, b_s, b_en, p_tn, p_wn, p_cn, m_n, m_new, num_columns, column_p, 0, MODE, True, SPLIT, ASM)
             else:
-                b_g = _pull(
-                    b_g,
-                    b_s,
-                    b_extra_n,
-                    column_t + o_c,
-                    column_w + o_c,
-                    column_reached + o_c,
-                    m_n,
-                    m_new,
-                    num_columns,
-                    column_p,
-                    0,
-                    MODE,
-                    False,
-                    ASM,
-                )
+                b_g = _pull(b_g, b_s, b_en, p_tn, p_wn, p_cn, m_n, m_new, num_columns, column_p, 0, MODE, False, SPLIT, ASM)
         else:
-            b_g = _pull(
-                b_g,
-                b_s,
-                b_extra_n,
-                column_t + o_c,
-                column_w + o_c,
-                column_reached + o_c,
-                m_n,
-                m_new,
-                num_columns,
-                column_p,
-                0,
-                MODE,
-                False,
-                ASM,
-            )
+            b_g = _pull(b_g, b_s, b_en, p_tn, p_wn, p_cn, m_n, m_new, num_columns, column_p, 0, MODE, False, SPLIT, ASM)
     p_g = o_l.to(tl.int64)[:, None] * row_width + (o_n - chunk_row if MIRRORED else o_n)[None, :]
     # columns past the end are 0 and are written as far as the products read
     m_g = (o_l < chunk_rows)[:, None] & (o_n < last_written)[None, :]
@@ -452,8 +363,8 @@ def operand_kernel(
     """One row of the operands, in class order and scaled; DP is d padded with zeros to a multiple of the product's step.
 
     SPLIT: x = high + low in two float16; a query is (low, high, high), a candidate (high, low, high), so that one product
-    of width 3 DP sums the three terms that matter, small ones first. Otherwise: x less the mean in float16 for both, the mean's share in the
-    scores as biases, and x itself for the products of the backward pass.
+    of width 3 DP sums the three terms that matter, small ones first. Otherwise: x less the mean in float16 for both, the
+    mean's share in the scores as biases, and x itself for the products of the backward pass.
     """
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(order + i)

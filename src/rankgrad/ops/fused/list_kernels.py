@@ -52,7 +52,7 @@ def _tally(counts, b_place, m_visible, P):
 
 @triton.jit
 def _scores(scores, relevant, ranked, row_stride, row, o_n, n, RANKED: tl.constexpr):
-    """A block of scores in float32, which of them are counted, and where the block is."""
+    """A block of scores in float32, which of them are counted, and which there are at all."""
     m_n = o_n < n
     b_s = tl.load(scores + row * row_stride + o_n, mask=m_n, other=0.0).to(tl.float32)
     m_visible = m_n & (tl.load(relevant + row * n + o_n, mask=m_n, other=1) == 0)
@@ -103,6 +103,7 @@ def count_kernel(
     scores, relevant, ranked, rows, bucket_map, descending, begin, counts, row_stride, n, P, BUCKETS, blocks,
     RANKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """counts[i, k] += scores of list i that lie below k thresholds and no more."""
     i = (tl.program_id(0) // blocks).to(tl.int64)
     o_n = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_s, m_visible, _ = _scores(scores, relevant, ranked, row_stride, tl.load(rows + i), o_n, n, RANKED)
@@ -119,6 +120,7 @@ def pull_kernel(
     row_stride, n, P, BUCKETS, blocks,
     RANKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The same counts for thresholds that have moved, and how many more of them than before are above, times scale[i]."""
     i = (tl.program_id(0) // blocks).to(tl.int64)
     o_n = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + i)
@@ -140,6 +142,7 @@ def pull_kernel(
 
 @triton.jit
 def land_kernel(d_relevant, columns, num_relevant, first, rows, gradient, n, P, blocks, BLOCK: tl.constexpr):
+    """gradient[rows[i], column of the j-th relevant item] = d_relevant[i, j]."""
     i = (tl.program_id(0) // blocks).to(tl.int64)
     o_p = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + i)

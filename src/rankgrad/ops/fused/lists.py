@@ -23,6 +23,7 @@ MOST_LISTS = 64
 
 
 def supports(ranker: Ranker) -> bool:
+    """Whether the kernels know the ranker."""
     return isinstance(ranker, Exact) or (isinstance(ranker, Blackbox) and not ranker.margin_noise)
 
 
@@ -41,7 +42,7 @@ class Tables:
         self.descending = thresholds.descending[0]
         count, self.width = self.descending.shape
         self.buckets = max(min(BUCKETS_EACH * self.width, MOST_BUCKETS // count), 4)
-        self.bucket_map = self.descending.new_empty(count, 2) if before is None else before.bucket_map
+        self.bucket_map: Tensor = self.descending.new_empty(count, 2) if before is None else before.bucket_map
         self.begin = torch.empty(count, self.buckets + 1, dtype=torch.int32, device=rows.device)
         if self.width:
             blocks = triton.cdiv(self.buckets + 1, BLOCK)
@@ -71,7 +72,9 @@ class FusedScoreDoor(ScoreDoor):
     def pull(
         self, ranker: Ranker, prepared: list[Thresholds], aimed: list[tuple[Thresholds, Tensor]], seed: int
     ) -> list[Tensor | None]:
-        self.d_scores = torch.empty_like(self.scores, memory_format=torch.contiguous_format)
+        # a pass writes all scores of its lists; there is none where no list of a chunk has a relevant item
+        make = torch.empty_like if all(self.widths) else torch.zeros_like
+        self.d_scores = make(self.scores, memory_format=torch.contiguous_format)
         pulled: list[Tensor | None] = []
         for t, (perturbed, scale) in zip(self.tables, aimed, strict=True):
             moved = t.moved(perturbed)
@@ -82,16 +85,16 @@ class FusedScoreDoor(ScoreDoor):
     def _reached(self, tables: Tables, kernel: Any, arguments: tuple[Tensor, ...]) -> Tensor:
         """[B, P] scores that reach each threshold, from one pass of `kernel` over them."""
         counts = torch.zeros_like(tables.descending, dtype=torch.int32)
+        n = self.scores.shape[1]
         if tables.width:
             scores, relevant, ranked = self._operands
-            n = scores.shape[1]
             blocks = triton.cdiv(n, BLOCK)
             kernel[(len(tables.rows) * blocks,)](
                 scores, relevant, ranked, tables.rows, tables.bucket_map, *arguments, counts,
                 scores.stride(0), n, tables.width, tables.buckets, blocks,
                 RANKED=self.lists.ranked is not None, BLOCK=BLOCK,
             )  # fmt: skip
-        return tables.thresholds.as_given(counts.cumsum(dim=1))
+        return tables.thresholds.as_given(counts.cumsum(dim=1, dtype=torch.int32 if n < 2**31 else torch.int64))
 
     @cached_property
     def _operands(self) -> tuple[Tensor, Tensor, Tensor]:
