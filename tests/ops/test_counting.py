@@ -57,13 +57,13 @@ def sample(kind: str, rows: int, width: int, infinite: float, rng: torch.Generat
 
 def check(thresholds: Thresholds, tile: Tensor) -> None:
     t = thresholds.values
-    assert torch.equal(thresholds.reached_by(tile), (tile[:, None, :] >= t[:, :, None]).sum(dim=2))
+    assert torch.equal(thresholds.reached_by(tile).long(), (tile[:, None, :] >= t[:, :, None]).sum(dim=2))
     above = thresholds.above(tile)
     assert above.dtype == tile.dtype
     assert torch.equal(above.long(), (t[:, :, None] > tile[:, None, :]).sum(dim=1))
     earlier = torch.ones(t.shape[1], t.shape[1]).tril(-1).bool()
     ahead = (t[:, None, :] > t[:, :, None]) | ((t[:, None, :] == t[:, :, None]) & earlier)
-    assert torch.equal(thresholds.ranks, 1 + ahead.sum(dim=2))
+    assert torch.equal(thresholds.ranks.long(), 1 + ahead.sum(dim=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

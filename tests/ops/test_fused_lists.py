@@ -1,12 +1,17 @@
 """The kernels for long lists give what the tiled path gives, to the last integer, in Triton's interpreter or on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 import rankgrad
+from rankgrad.ops.engine import Plan, rank_losses
+from rankgrad.ops.lists import ScoreLists
 
 pytest.importorskip("triton")
+fused_lists = pytest.importorskip("rankgrad.ops.fused.lists")
 
 # numpy, on which the interpreter runs, remarks on what is infinity on a GPU
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -41,9 +46,15 @@ def both_ways(
     return results[0], results[1]
 
 
-def assert_same(kernels: tuple[Tensor, Tensor], tiled: tuple[Tensor, Tensor]) -> None:
+def assert_same(kernels: tuple[Tensor, ...], tiled: tuple[Tensor, ...]) -> None:
     for ours, wanted in zip(kernels, tiled, strict=True):
         assert torch.equal(ours, wanted), f"{(ours != wanted).sum()} of {wanted.numel()} differ"
+
+
+def assert_same_but_for_padding(padded: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> None:
+    """A sum over a padded list may be rounded in another way."""
+    torch.testing.assert_close(padded[0], exact[0], rtol=1e-6, atol=1e-6)
+    assert_same(padded[1:], exact[1:])
 
 
 def batch(rows: int, n: int, share: float, kind: str = "normal", seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -78,7 +89,9 @@ def test_one_list(kind, n, share):
 def test_ragged_lists_with_gaps(dtype):
     """Rows with 0 to many relevant items, some candidates not ranked, strided scores."""
     scores, relevance = batch(5, 1300, 0.1, "grid", seed=1)
-    relevance &= torch.rand(5, 1300, generator=torch.Generator().manual_seed(2)).to(DEVICE) < torch.arange(5, device=DEVICE)[:, None] / 4
+    relevance &= (
+        torch.rand(5, 1300, generator=torch.Generator().manual_seed(2)).to(DEVICE) < torch.arange(5, device=DEVICE)[:, None] / 4
+    )
     candidates = torch.rand(5, 1300, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.8
     strided = scores.to(dtype).t().contiguous().t()
     for ranker in (rankgrad.Blackbox(2.0, margin=0.25), rankgrad.Exact()):
@@ -102,7 +115,9 @@ def test_agrees_with_the_definition():
     ours = rankgrad.RamboAPLoss(lam=3.1731, backend="triton").from_scores(x, relevance)
     wanted = rankgrad.RamboAPLoss(lam=3.1731, backend="reference").from_scores(y, relevance)
     torch.testing.assert_close(ours.double(), wanted, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(torch.autograd.grad(ours, x)[0].double(), torch.autograd.grad(wanted, y)[0], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, x)[0].double(), torch.autograd.grad(wanted, y)[0], rtol=1e-6, atol=1e-9
+    )
 
 
 def test_nothing_relevant():
@@ -112,9 +127,53 @@ def test_nothing_relevant():
     assert not gradient.any()
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_columns_without_waiting_for_their_number(rows):
+    scores, relevance = batch(rows, 2500, 0.04, "grid", seed=5)
+    relevance[0, 1024:] = False
+    grades = relevance * 2.0
+    lists = fused_lists.counted(grades)
+    exact = ScoreLists.build(grades, None)
+    found = fused_lists.padded(lists, 160)
+    for row in range(rows):
+        begin, count = int(exact.first[row]) if rows > 1 else 0, int(relevance[row].sum())
+        assert torch.equal(found.column[row * 160 :][:count], exact.column[begin:][:count])
+    unit = torch.ones((), device=DEVICE)
+    results = []
+    for door in (fused_lists.padded_door(lists, 160), partial(fused_lists.FusedScoreDoor, lists=exact)):
+        x = scores.clone().requires_grad_()
+        losses = rank_losses(Plan(door, rankgrad.Blackbox(3.0), rankgrad.AveragePrecision(), unit), x)
+        results.append((losses.detach(), torch.autograd.grad(losses.sum(), x)[0]))
+    assert_same_but_for_padding(*results)
+
+
+def test_too_narrow_a_padding_harms_nothing_else():
+    """It is noticed only after the kernels have run; the result is then thrown away."""
+    _, relevance = batch(3, 2500, 0.04)
+    found = fused_lists.padded(fused_lists.counted(relevance), 8)
+    assert torch.equal(found.column.view(3, 8), torch.stack([row.nonzero()[:8, 0] for row in relevance]))
+    assert torch.equal(found.num_relevant, relevance.sum(dim=1))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+def test_graphs_give_the_same():
+    plain, captured = (rankgrad.RamboAPLoss(backend="triton", cuda_graphs=on) for on in (False, True))
+    for seed, share in enumerate((0.02, 0.02, 0.021, 0.05, 0.0, 0.01)):  # the padding grows on the way
+        scores, relevance = batch(1, 9000, share, seed=seed)
+        results = []
+        for loss in (plain, captured):
+            x = scores[0].clone().requires_grad_()
+            value = loss.from_scores(x, relevance[0])
+            results.append((value.detach(), torch.autograd.grad(3 * value, x)[0]))
+        assert_same_but_for_padding(*results)
+
+
 def test_what_has_no_kernel_is_refused():
     scores, relevance = batch(1, 50, 0.2)
-    for ranker, name in ((rankgrad.Sigmoid(0.1), "Sigmoid"), (rankgrad.Blackbox(1.0, 0.1, margin_noise=True), "margin_noise=True")):
+    for ranker, name in (
+        (rankgrad.Sigmoid(0.1), "Sigmoid"),
+        (rankgrad.Blackbox(1.0, 0.1, margin_noise=True), "margin_noise=True"),
+    ):
         loss = rankgrad.RankLoss(ranker, rankgrad.AveragePrecision(), backend="triton")
         with pytest.raises(RuntimeError, match=f"RankLoss: backend='triton' cannot run here: there is no kernel for .*{name}"):
             loss.from_scores(scores, relevance)

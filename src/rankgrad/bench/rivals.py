@@ -525,12 +525,12 @@ def two_sorts_ap(scores: Tensor, relevance: Tensor) -> tuple[Tensor, Tensor]:
     rank = torch.empty_like(places).scatter_(0, order, places)
     positive_rank = torch.empty_like(places).scatter_(0, order, relevance[order].cumsum(0, dtype=torch.int32))
     total = relevance.sum()
-    precision = positive_rank / rank * relevance
+    precision = positive_rank.to(scores.dtype) / rank * relevance
     moved = scores + precision / rank * (AP_LAM * length / total)
     del positive_rank, order
     order = moved.argsort(descending=True)
     fallen = torch.empty_like(places).scatter_(0, order, places).sub_(rank)
-    return 1 - precision.sum() / total, fallen * (1 / (AP_LAM * length))
+    return 1 - precision.sum() / total, fallen.to(scores.dtype) / (AP_LAM * length)
 
 
 def six_argsorts_ap(scores: Tensor, relevance: Tensor) -> tuple[Tensor, Tensor]:

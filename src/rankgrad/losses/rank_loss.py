@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from rankgrad._checks import (
     check_choice,
@@ -24,6 +23,7 @@ from rankgrad.ops.backends import (
     Mixture,
     Precision,
     fused_door,
+    normalized,
     resolve,
     resolve_precision,
     score_door,
@@ -132,8 +132,7 @@ class RankLoss(nn.Module):
     def prepared(self, embeddings: Tensor) -> Tensor:
         """Embeddings as they enter the scores: at least float32, and of length 1 if so chosen."""
         embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-        # normalize is a plain function of float32 here, also under autocast
-        return functional.normalize(embeddings, dim=1) if self.normalize else embeddings
+        return normalized(embeddings, self.backend, self.ranker, caller=self.name) if self.normalize else embeddings
 
     def over_lists(
         self,
@@ -162,14 +161,19 @@ class RankLoss(nn.Module):
 
     def _is_capturable(self, embeddings: Tensor) -> bool:
         return (
+            self._may_capture(embeddings)
+            and resolve(self.backend, self.prepared(embeddings[:1].detach()), self.ranker, caller=self.name) == "triton"
+        )
+
+    def _may_capture(self, tensor: Tensor) -> bool:
+        return (
             self.cuda_graphs
-            and embeddings.is_cuda
-            and embeddings.requires_grad
+            and tensor.is_cuda
+            and tensor.requires_grad
             and torch.is_grad_enabled()
             and self.empty_query != "error"
             and self.ranker.differentiable
             and not torch.cuda.is_current_stream_capturing()
-            and resolve(self.backend, self.prepared(embeddings[:1].detach()), self.ranker, caller=self.name) == "triton"
         )
 
     def _replay(self, embeddings: Tensor, labels: Tensor) -> Tensor | None:
@@ -214,13 +218,49 @@ class RankLoss(nn.Module):
         if scores.ndim == 1:
             scores, relevance = scores[None], relevance[None]
             candidates = None if candidates is None else candidates[None]
+        backend = resolve(self.backend, scores, self.ranker, caller=self.name, given=True)
+        if backend == "triton" and candidates is None and self._may_capture(scores):
+            captured = self._replay_scores(scores, relevance)
+            if captured is not None:
+                return captured
         lists = ScoreLists.build(relevance, candidates)
         unit = self._count_queries(lists.num_relevant, scores)
-        backend = resolve(self.backend, scores, self.ranker, caller=self.name, given=True)
         if backend == "reference":
             losses = reference.rank_losses(scores.double(), relevance, candidates, self.ranker, self.objective, unit)
             return self._reduce(losses, unit)
         return self._run(score_door(lists, backend), unit, scores)
+
+    def _replay_scores(self, scores: Tensor, relevance: Tensor) -> Tensor | None:
+        """The loss of lists with so few scores that launches cost more than work; None where there are more."""
+        from rankgrad.ops.fused.door import rounded_width
+        from rankgrad.ops.fused.graphs import Graphs, Recipe
+        from rankgrad.ops.fused.lists import MOST_CAPTURED, counted, padded_door
+
+        if scores.numel() > MOST_CAPTURED:
+            return None
+        if self._graphs is None:
+            self._graphs = Graphs()
+
+        def plan(lists: ScoreLists, unit: Tensor, width: int) -> Plan:
+            return Plan(padded_door(lists, width), self.ranker, self.objective, unit)
+
+        recipe = Recipe(
+            lists=counted,
+            shares=partial(self._shares, like=scores),
+            prepare=lambda given: given.view_as(given),
+            plan=plan,
+            reduce=self._reduce,
+        )
+        key = (scores.shape, scores.dtype, scores.device, relevance.dtype)
+        replayed = self._graphs.run(key, scores, relevance, recipe)
+        if replayed is not None:
+            loss: Tensor
+            loss, self.used_queries = replayed
+            return loss
+        # the same by single launches, which also compiles every kernel before a capture
+        lists = counted(relevance)
+        unit = self._count_queries(lists.num_relevant, scores)
+        return self._reduce(rank_losses(plan(lists, unit, rounded_width(int(lists.num_relevant.amax()))), scores), unit)
 
     def _run(self, door: Any, unit: Tensor, *tensors: Tensor) -> Tensor:
         draws = isinstance(self.ranker, Blackbox) and self.ranker.margin_noise

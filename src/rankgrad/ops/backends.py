@@ -66,6 +66,15 @@ def resolve_precision(precision: Precision, embeddings: Tensor) -> Literal["fast
     return "fast" if half or torch.is_autocast_enabled(embeddings.device.type) else "high"
 
 
+def normalized(embeddings: Tensor, backend: Backend, ranker: Ranker, *, caller: str) -> Tensor:
+    """Rows of length 1, by the backend's own kernels where it has them."""
+    if resolve(backend, embeddings, ranker, caller=caller) == "triton":
+        from rankgrad.ops.fused.rows import unit_rows
+
+        return unit_rows(embeddings)
+    return torch.nn.functional.normalize(embeddings, dim=1)
+
+
 def tiled_door(lists: LabelLists, device: torch.device, mixture: Mixture | None = None) -> Callable[..., Door]:
     """Opens embeddings, or queries and candidates, over `lists` in plain torch; with a mixture the rows are mixed from them."""
     layout = Layout.of(lists, device)

@@ -19,9 +19,9 @@ from torch import Tensor
 # Up to here one comparison per threshold beats the table; measured on a CPU, in forward and backward.
 FEW_THRESHOLDS = 16
 
-# Buckets of a threshold, and most buckets of all rows: 16 MiB, which stay in the last cache of a CPU and of a GPU.
+# Buckets of a threshold, and most buckets of all rows: 8 MiB, which stay in a CPU's last cache.
 BUCKETS_EACH = 16
-MOST_BUCKETS = 2**22
+MOST_BUCKETS = 2**21
 
 # Thresholds that every search in a bucket looks through; the few that find all of them above go on. One less than a power of 2.
 ORDINARY = 7
@@ -150,23 +150,23 @@ class Thresholds:
         return Table.of(self.descending[0], self.buckets)
 
     def reached_by(self, tile: Tensor) -> Tensor:
-        """[B, P] int64: how many scores of the row are at or above each threshold."""
+        """[B, P] int32: how many scores of the row are at or above each threshold."""
         if self.few:
-            return self._all_but([above.sum(dim=1) for above in self._compared(tile)], tile)
+            return self.reached_from([above.sum(dim=1) for above in self.compared(tile)], tile)
         places = torch.empty(tile.shape, dtype=torch.int32, device=tile.device)
         for columns, (place,) in _places(tile, self):
             places[:, columns] = place
-        return self._reached(places)
+        return self.tally(places)
 
     def above(self, tile: Tensor) -> Tensor:
         """[B, Z] in the tile's dtype: how many thresholds of the row lie above each score."""
         total = torch.zeros_like(tile)
         if self.few:
-            for above in self._compared(tile):
+            for above in self.compared(tile):
                 total += above
         else:
             for columns, (place,) in _places(tile, self):
-                total[:, columns] = place.sub_(self._row_places)
+                total[:, columns] = place.sub_(self.row_places)
         return total
 
     def passed_by(self, moved: "Thresholds", tile: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,41 +177,42 @@ class Thresholds:
         change = torch.zeros_like(tile)
         if self.few:
             below = []
-            for above in moved._compared(tile):
+            for above in moved.compared(tile):
                 change += above
                 below.append(above.sum(dim=1))
-            for above in self._compared(tile):
+            for above in self.compared(tile):
                 change -= above
-            return change, moved._all_but(below, tile)
+            return change, moved.reached_from(below, tile)
         places = torch.empty(tile.shape, dtype=torch.int32, device=tile.device)
-        offset = moved._row_places - self._row_places
+        offset = moved.row_places - self.row_places
         for columns, (before, after) in _places(tile, self, moved):
             places[:, columns] = after
             change[:, columns] = after.sub_(before).sub_(offset)
-        return change, moved._reached(places)
+        return change, moved.tally(places)
 
-    def _compared(self, tile: Tensor) -> Iterator[Tensor]:
+    def compared(self, tile: Tensor) -> Iterator[Tensor]:
         """[B, Z] for every threshold 1 where it is above the score, all in the same memory."""
         above = torch.empty_like(tile)
         for column in self.columns:
             yield torch.gt(column[:, None], tile, out=above)
 
-    def _all_but(self, below: list[Tensor], tile: Tensor) -> Tensor:
-        """[B, P] int64 scores that reach each threshold, from those below it; a float counts a tile of up to 2**24 exactly."""
+    def reached_from(self, below: list[Tensor], tile: Tensor) -> Tensor:
+        """[B, P] int32 scores that reach each threshold, from those below it; a float counts a tile of up to 2**24 exactly."""
         rows, width = tile.shape
-        return width - torch.stack(below, dim=1).long() if below else self.values.new_zeros(rows, 0, dtype=torch.long)
+        return width - torch.stack(below, dim=1).int() if below else self.values.new_zeros(rows, 0, dtype=torch.int32)
 
     @cached_property
-    def _row_places(self) -> Tensor:
+    def row_places(self) -> Tensor:
         """[B, 1] int32 where the rows begin in the table's ladder."""
         stride = self.table.stride
         return torch.arange(0, len(self.values) * stride, stride, dtype=torch.int32, device=self.values.device)[:, None]
 
-    def _reached(self, places: Tensor) -> Tensor:
+    def tally(self, places: Tensor) -> Tensor:
+        """[B, P] int32 scores that reach each threshold, from the places of all scores."""
         rows, width = self.values.shape
         tally = torch.bincount(places.view(-1), minlength=rows * self.table.stride).view(rows, -1)[:, :width]
         # a score reaches the threshold at its place and all after it
-        return self.as_given(tally.cumsum(dim=1))
+        return self.as_given(tally.cumsum(dim=1, dtype=torch.int32))
 
 
 def _places(tile: Tensor, *sets: Thresholds) -> Iterator[tuple[slice, list[Tensor]]]:

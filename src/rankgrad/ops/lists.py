@@ -8,6 +8,7 @@ Dimension letters:  Q queries   C candidates
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class LabelLists:
         )
 
     def to(self, device: torch.device) -> "LabelLists":
-        tensors = {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        tensors: dict[str, Any] = {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
         return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
     def query_runs(self) -> tuple[Tensor, Tensor]:
@@ -140,6 +141,7 @@ class ScoreLists:
     list_length: Tensor  # [Q]
     column: Tensor  # [pairs] columns of the relevant items, row after row, ascending
     first: Tensor  # [Q] where a row begins in `column`
+    width: int | None = None  # most relevant items of a row, if rows of `column` are padded to it
 
     @classmethod
     def build(cls, relevance: Tensor, ranked: Tensor | None) -> "ScoreLists":
@@ -170,7 +172,8 @@ class ScoreLists:
 
     @property
     def single(self) -> bool:
-        return len(self.query_order) == 1
+        """One list without padding."""
+        return len(self.query_order) == 1 and self.width is None
 
     def rows(self, chunk: slice) -> Tensor | slice:
         """The rows of a chunk of the query order, to index a matrix with. Those of a single list are a view."""
@@ -178,8 +181,8 @@ class ScoreLists:
 
     def most_relevant(self, chunks: list[slice]) -> list[int]:
         """Most relevant items of a row in each chunk."""
-        if self.single:
-            return [len(self.column)]
+        if self.single or self.width is not None:
+            return [len(self.column) if self.width is None else self.width for _ in chunks]
         # the query order has the most at the end; one transfer to the host for all chunks
         most: list[int] = self.num_relevant[self.query_order[[c.stop - 1 for c in chunks]]].tolist()
         return most

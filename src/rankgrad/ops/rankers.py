@@ -233,6 +233,8 @@ class Blackbox(Ranker):
         return tile + self._shift(tile, key) if self.margin_noise else tile
 
     def _lowered(self, relevant: Relevant, key: int) -> Tensor:
+        if self.margin == 0:
+            return relevant.scores
         return relevant.scores - (self._shift(relevant.scores, key) if self.margin_noise else self.margin)
 
     def prepare(self, relevant: Relevant, key: int) -> Thresholds:

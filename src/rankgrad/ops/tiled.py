@@ -20,8 +20,7 @@ from rankgrad.ops.rankers import Ranker, Relevant
 # Integers are exact in float32 up to here; longer lists get their ranks in float64.
 EXACT_FLOAT32 = 2**24
 
-# Columns of a tile of given scores for every relevant item of a row, and most of them.
-TILE_PER_RELEVANT = 2
+# Most columns of a tile of given scores.
 WIDEST_TILE = 2**22
 
 
@@ -49,10 +48,11 @@ class TiledDoor(ABC):
         """Take the gradient of every side of a view."""
 
     def count(self, ranker: Ranker, prepared: list[Any], seed: int) -> list[Tensor]:
-        counts: list[Any] = [0] * len(self.chunks)
+        counts: list[Any] = [None] * len(self.chunks)
         for view in self._views():
             for side in view.sides:
-                counts[side.chunk] += ranker.count(side.tile, prepared[side.chunk], seed + side.key)
+                part = ranker.count(side.tile, prepared[side.chunk], seed + side.key)
+                counts[side.chunk] = _sum(counts[side.chunk], part)
         return counts
 
     def pull(self, ranker: Ranker, prepared: list[Any], aimed: list[Any], seed: int) -> list[Tensor | None]:
@@ -61,11 +61,17 @@ class TiledDoor(ABC):
             gradients = []
             for side in view.sides:
                 gradient, part = ranker.pull(side.tile, prepared[side.chunk], aimed[side.chunk], seed + side.key)
-                earlier = pulled[side.chunk]
-                pulled[side.chunk] = part if earlier is None or part is None else earlier + part
+                pulled[side.chunk] = None if part is None else _sum(pulled[side.chunk], part)
                 gradients.append(gradient)
             self._give(view, gradients)
         return pulled
+
+
+def _sum(total: Tensor | None, part: Tensor) -> Tensor:
+    """What one more tile makes of a total. Integers of a tile may be narrow, those of all tiles are not."""
+    if total is None:
+        return part.to(torch.promote_types(part.dtype, torch.int64))
+    return total.add_(part)
 
 
 @dataclass(frozen=True)
@@ -250,8 +256,8 @@ class ScoreDoor(TiledDoor):
         self.chunks = split(scores.shape[0], side)
         self.widths = lists.most_relevant(self.chunks)
         width = side * max(side // scores.shape[0], 1)
-        # a tile also costs a few passes over the relevant items, so there are more scores in it
-        self.panels = split(scores.shape[1], max(width, min(TILE_PER_RELEVANT * max(self.widths), WIDEST_TILE)))
+        # a tile also costs a few passes over the relevant items, so it is to hold as many scores
+        self.panels = split(scores.shape[1], max(width, min(max(self.widths), WIDEST_TILE)))
 
     def relevant(self, chunk: int) -> Relevant:
         rows = self.lists.rows(self.chunks[chunk])

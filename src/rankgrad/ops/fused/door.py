@@ -1,5 +1,6 @@
 """The embedding door of the fused kernels: what is launched, over which rows, and what is kept."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,11 +14,22 @@ from rankgrad.ops.fused.operands import TILE, WIDEST, Operands, Precision, add_p
 from rankgrad.ops.lists import LabelLists
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Relevant, Sigmoid
 
-# Tiles and schedules, found by timing on an H200. A counting tile is wider than a gradient tile, which needs registers
-# for scores, powers and sums at once. The tile of `relevant_kernel` is that of counting, for equal arithmetic.
-COUNT_TILE = {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}
-PULL_TILE = {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 4}
+# Tiles and schedules, best first, found by timing on an H200: an entry holds the shared memory it needs. A counting tile is
+# wider than a gradient tile, which needs registers for scores, powers and sums at once. They are not tuned at run time: to
+# compile one more candidate takes longer than a training step gains from it in a thousand calls.
+COUNT_TILES = (
+    (190_000, {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}),
+    (150_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
+    (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 2}),
+    (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
+)
+PULL_TILES = (
+    (125_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 4}),
+    (99_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 2}),
+    (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
+)
 STRIPE = 8
+MANY_COMPARISONS = 32
 
 # Relevant pairs, padding included, below which all queries are one group: an objective then is one pass of small launches.
 ONE_GROUP = 2**22
@@ -29,6 +41,14 @@ CHUNK_BYTES = 2**32
 
 # The gradient of scores is scaled so that its largest possible entry is here; float16 ends at 65,504.
 GRADIENT_PEAK = 2.0**14
+
+
+def tile_for(tiles: Sequence[tuple[int, dict[str, int]]], device: torch.device) -> dict[str, int]:
+    """The first tile whose needs the device meets."""
+    if device.type != "cuda":
+        return tiles[0][1]
+    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return next(tile for needed, tile in tiles if memory >= needed)
 
 
 def supports(ranker: Ranker) -> bool:
@@ -109,6 +129,12 @@ class FusedDoor:
         self.slopes: list[Tensor] = []
         self.centres: list[Tensor] = []
         self.asm = queries.is_cuda
+        self.pull_tile = tile_for(PULL_TILES, queries.device)
+
+    def _count_tile(self, width: int) -> dict[str, int]:
+        """The widest tile pays as long as products are the larger part: one of them, and few comparisons."""
+        wide = self.precision == "fast" and width < MANY_COMPARISONS
+        return tile_for(COUNT_TILES if wide else COUNT_TILES[1:], self.order.device)
 
     def relevant(self, chunk: int) -> Relevant:
         rows, width = self.chunks[chunk], self.layout.widths[chunk]
@@ -116,7 +142,14 @@ class FusedDoor:
         scores = torch.full((width, count), torch.inf, device=self.order.device)
         if width:
             kernels.relevant_kernel[(triton.cdiv(count, TILE),)](
-                *self._operands(1.0), *self.layout.spans, scores, rows.start, count, width, **self._shape, **COUNT_TILE
+                *self._operands(1.0),
+                *self.layout.spans,
+                scores,
+                rows.start,
+                count,
+                width,
+                **self._shape,
+                **self._count_tile(width),
             )
         num_relevant = self.lists.num_relevant[rows]
         return Relevant(
@@ -166,7 +199,8 @@ class FusedDoor:
     def _count(self, rows: slice, comparisons: Tensor, width: int, mode: Any, unit: float) -> Tensor:
         count = rows.stop - rows.start
         sigmoid = mode == kernels.SIGMOID
-        row_tiles, panels = triton.cdiv(count, TILE), triton.cdiv(self.num_candidates, COUNT_TILE["BN"])
+        tile = self._count_tile(width)
+        row_tiles, panels = triton.cdiv(count, TILE), triton.cdiv(self.num_candidates, tile["BN"])
         # enough programs for two waves on a large GPU; splits are summed in a fixed order
         per_split = triton.cdiv(panels, max(1, min(panels, 264 // row_tiles)))
         splits = triton.cdiv(panels, per_split)
@@ -177,7 +211,7 @@ class FusedDoor:
             kernels.count_kernel[(row_tiles, splits)](
                 *self._operands(unit), *self.layout.spans[:3], comparisons, sums[0], sums[-1], centres,
                 rows.start, count, self.num_candidates, width, per_split,
-                MODE=mode, **self._constants, **COUNT_TILE,
+                MODE=mode, **self._constants, **tile,
             )  # fmt: skip
         total = sums.sum(dim=1)
         if sigmoid:
@@ -238,7 +272,7 @@ class FusedDoor:
                     continue
                 mirror = sides[other] if self.mirrored else side
                 written = first_column + stride if columns.stop == first_column + width else columns.stop
-                tiles = triton.cdiv(written - start, PULL_TILE["BN"]) * triton.cdiv(end - begin, TILE)
+                tiles = triton.cdiv(written - start, self.pull_tile["BN"]) * triton.cdiv(end - begin, TILE)
                 kernels.pull_kernel[(tiles,)](
                     *operands, *self.layout.spans[:3],
                     side.comparisons, side.weights, side.extra, side.reached_or_any,
@@ -247,7 +281,7 @@ class FusedDoor:
                     group.start, group.stop - group.start, begin, end - begin,
                     columns.start, columns.stop - columns.start, start, written, self.num_candidates, stride,
                     side.width, mirror.width,
-                    MODE=side.mode, MIRRORED=self.mirrored, GROUP=STRIPE, **self._constants, **PULL_TILE,
+                    MODE=side.mode, MIRRORED=self.mirrored, GROUP=STRIPE, **self._constants, **self.pull_tile,
                 )  # fmt: skip
             self._multiply(buffers, begin, end)
 

@@ -4,6 +4,7 @@
     count_kernel   a block of scores: bucket, search among the thresholds of the bucket, one count more at the place found
     pull_kernel    the same against thresholds before and after a perturbation: gradient of the scores, and the new counts
     land_kernel    gradients of the relevant scores, written where they belong
+    column_kernel  columns of the relevant items of every list, in order, where waiting for their number is not wanted
 
 Thresholds are sorted in descending order, infinite padding first. The place of a score is the number of thresholds above
 it, so a score reaches the threshold at its place and all after it, and the counts up to a place add up to the scores that
@@ -15,6 +16,9 @@ Letters:  n scores, P thresholds of a list   i a list, i_ program index, o_ offs
 
 import triton
 import triton.language as tl
+
+# They differ from call to call, and no load gets wider by knowing that one of them is even.
+SIZES = ["P", "BUCKETS", "steps", "blocks"]
 
 
 @triton.jit
@@ -61,7 +65,7 @@ def _scores(scores, relevant, ranked, row_stride, row, o_n, n, RANKED: tl.conste
     return b_s, m_visible, m_n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def table_kernel(
     descending, num_relevant, rows, bucket_map, begin, P, BUCKETS, steps, blocks,
     MAKE_MAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -98,7 +102,7 @@ def table_kernel(
     tl.store(begin + i * (BUCKETS + 1) + o_b, b_low, mask=m_b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def count_kernel(
     scores, relevant, ranked, rows, bucket_map, descending, begin, counts, row_stride, n, P, BUCKETS, blocks,
     RANKED: tl.constexpr, BLOCK: tl.constexpr,
@@ -114,7 +118,7 @@ def count_kernel(
     _tally(counts + i * P, _search(b_s, descending + i * P, b_low, b_high), m_visible, P)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def pull_kernel(
     scores, relevant, ranked, rows, bucket_map, descending, begin, moved, moved_begin, scale, gradient, counts,
     row_stride, n, P, BUCKETS, blocks,
@@ -140,7 +144,7 @@ def pull_kernel(
     _tally(counts + i * P, b_moved, m_visible, P)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def land_kernel(d_relevant, columns, num_relevant, first, rows, gradient, n, P, blocks, BLOCK: tl.constexpr):
     """gradient[rows[i], column of the j-th relevant item] = d_relevant[i, j]."""
     i = (tl.program_id(0) // blocks).to(tl.int64)
@@ -150,3 +154,18 @@ def land_kernel(d_relevant, columns, num_relevant, first, rows, gradient, n, P, 
     b_column = tl.load(columns + tl.load(first + row) + o_p, mask=m_p, other=0)
     b_gradient = tl.load(d_relevant + i * P + o_p, mask=m_p, other=0.0)
     tl.store(gradient + row * n + b_column, b_gradient.to(gradient.dtype.element_ty), mask=m_p)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def column_kernel(relevant, before, columns, n, P, blocks, STORE: tl.constexpr, BLOCK: tl.constexpr):
+    """before[i, block] = relevant items of the block; STORE: it holds those of the blocks before, and columns[i] is filled."""
+    i = (tl.program_id(0) // blocks).to(tl.int64)
+    i_block = tl.program_id(0) % blocks
+    o_n = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_is = (tl.load(relevant + i * n + o_n, mask=o_n < n, other=0) != 0).to(tl.int32)
+    p_before = before + i * blocks + i_block
+    if STORE:
+        o_p = tl.load(p_before) + tl.cumsum(b_is, 0) - b_is
+        tl.store(columns + i * P + o_p, o_n, mask=(b_is != 0) & (o_p < P))
+    else:
+        tl.store(p_before, tl.sum(b_is, 0))

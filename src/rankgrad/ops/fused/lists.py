@@ -1,5 +1,7 @@
 """The score door of the fused kernels, for exact ranks of long lists."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -7,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops.counting import BUCKETS_EACH, MOST_BUCKETS, Thresholds
+from rankgrad.ops.counting import Thresholds
 from rankgrad.ops.fused import list_kernels as kernels
 from rankgrad.ops.lists import ScoreLists
 from rankgrad.ops.rankers import Blackbox, Exact, Ranker
@@ -16,10 +18,18 @@ from rankgrad.ops.tiled import ScoreDoor
 # Scores or buckets of a program.
 BLOCK = 1024
 
+# Buckets of a threshold, most buckets of all lists (16 MiB, which stay in the L2 cache), and scores of a bucket at least.
+BUCKETS_EACH = 16
+MOST_BUCKETS = 2**22
+SCORES_EACH = 4
+
 # Scores of a list below which, and lists above which, the tiled path is taken unless asked otherwise: there is then too
 # little work in a launch, or too little in a list to make a table for it.
 SHORTEST_LIST = 4096
 MOST_LISTS = 64
+
+# Scores up to which launches cost more than work, so that a loss is replayed as CUDA graphs.
+MOST_CAPTURED = 2**20
 
 
 def supports(ranker: Ranker) -> bool:
@@ -32,29 +42,53 @@ def suits(scores: Tensor) -> bool:
     return scores.shape[0] <= MOST_LISTS and scores.shape[1] >= SHORTEST_LIST
 
 
+def counted(relevance: Tensor) -> ScoreLists:
+    """The lists of a relevance matrix, without the columns of relevant items. Waits for nothing, so that it can be captured."""
+    grades = None if relevance.dtype == torch.bool else relevance
+    is_relevant = relevance if grades is None else relevance > 0
+    num_relevant = is_relevant.sum(dim=1)
+    length = torch.full_like(num_relevant, relevance.shape[1])
+    order = torch.arange(len(relevance), device=relevance.device)
+    return ScoreLists(is_relevant, grades, None, order, num_relevant, length, order, order, width=0)
+
+
+def padded(lists: ScoreLists, width: int) -> ScoreLists:
+    """The same with the columns of the first `width` relevant items of every list; waits for nothing either."""
+    queries, n = lists.is_relevant.shape
+    width, blocks = max(width, 1), triton.cdiv(n, BLOCK)
+    relevant = lists.is_relevant.contiguous().view(torch.uint8)
+    columns = torch.zeros(queries, width, dtype=torch.long, device=relevant.device)
+    found = torch.empty(queries, blocks, dtype=torch.int32, device=relevant.device)
+    grid = (queries * blocks,)
+    kernels.column_kernel[grid](relevant, found, columns, n, width, blocks, STORE=False, BLOCK=BLOCK)
+    before = found.cumsum(dim=1, dtype=torch.int32).sub_(found)
+    kernels.column_kernel[grid](relevant, before, columns, n, width, blocks, STORE=True, BLOCK=BLOCK)
+    first = torch.arange(0, queries * width, width, device=relevant.device)
+    return replace(lists, column=columns.view(-1), first=first, width=width)
+
+
 class Tables:
     """The sorted thresholds of some lists, and where the buckets begin in them."""
 
-    def __init__(
-        self, thresholds: Thresholds, rows: Tensor, num_relevant: Tensor, before: "Tables | None" = None
-    ) -> None:
-        self.thresholds, self.rows, self.num_relevant = thresholds, rows, num_relevant
+    def __init__(self, thresholds: Thresholds, rows: Tensor, lists: ScoreLists, before: "Tables | None" = None) -> None:
+        self.thresholds, self.rows, self.lists = thresholds, rows, lists
         self.descending = thresholds.descending[0]
         count, self.width = self.descending.shape
-        self.buckets = max(min(BUCKETS_EACH * self.width, MOST_BUCKETS // count), 4)
+        most = min(MOST_BUCKETS // count, lists.is_relevant.shape[1] // SCORES_EACH)
+        self.buckets = max(min(BUCKETS_EACH * self.width, most), 4)
         self.bucket_map: Tensor = self.descending.new_empty(count, 2) if before is None else before.bucket_map
         self.begin = torch.empty(count, self.buckets + 1, dtype=torch.int32, device=rows.device)
         if self.width:
             blocks = triton.cdiv(self.buckets + 1, BLOCK)
             kernels.table_kernel[(count * blocks,)](
-                self.descending, num_relevant, rows, self.bucket_map, self.begin,
+                self.descending, lists.num_relevant, rows, self.bucket_map, self.begin,
                 self.width, self.buckets, self.width.bit_length(), blocks,
                 MAKE_MAP=before is None, BLOCK=BLOCK,
             )  # fmt: skip
 
     def moved(self, thresholds: Thresholds) -> "Tables":
         """Those of other thresholds with the same map."""
-        return Tables(thresholds, self.rows, self.num_relevant, before=self)
+        return Tables(thresholds, self.rows, self.lists, before=self)
 
 
 class FusedScoreDoor(ScoreDoor):
@@ -66,7 +100,7 @@ class FusedScoreDoor(ScoreDoor):
 
     def count(self, ranker: Ranker, prepared: list[Thresholds], seed: int) -> list[Tensor]:
         rows = [self.order[chunk] for chunk in self.chunks]
-        self.tables = [Tables(t, r, self.lists.num_relevant) for t, r in zip(prepared, rows, strict=True)]
+        self.tables = [Tables(t, r, self.lists) for t, r in zip(prepared, rows, strict=True)]
         return [self._reached(t, kernels.count_kernel, (t.descending, t.begin)) for t in self.tables]
 
     def pull(
@@ -116,3 +150,8 @@ class FusedScoreDoor(ScoreDoor):
                     self.scores.shape[1], tables.width, blocks, BLOCK=BLOCK,
                 )  # fmt: skip
         return (self.d_scores,)
+
+
+def padded_door(lists: ScoreLists, width: int) -> Callable[[Tensor], FusedScoreDoor]:
+    """Opens a matrix of scores over `counted` lists with at most `width` relevant items without waiting for the device."""
+    return lambda scores: FusedScoreDoor(scores, padded(lists, width))

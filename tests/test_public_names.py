@@ -1,0 +1,53 @@
+"""Names that others rely on. Adding one is a decision; losing one breaks somebody."""
+
+import inspect
+
+import pytest
+
+import rankgrad as rg
+
+NAMES = """
+AveragePrecision Blackbox EmbeddingMemory Exact FastAPLoss Histogram LogLogRecall LogRecall MulticlassRankLoss NDCG
+PrecisionAtK RamboAPLoss RamboRecallLoss RankLoss Ranks RecallAtK RecallAtKLoss ReciprocalRank ScoreMemory SiMix Sigmoid
+SmoothAPLoss WeightedRecall
+""".split()
+
+# positional arguments and their defaults
+SIGNATURES = {
+    "RecallAtKLoss": {"ks": (1, 2, 4, 8, 16), "tau_rank": 0.01, "tau_cut": 1.0},
+    "SmoothAPLoss": {"tau": 0.01},
+    "FastAPLoss": {"num_bins": 10},
+    "RamboRecallLoss": {"lam": 4.0, "margin": 0.02, "weighting": "loglog"},
+    "RamboAPLoss": {"lam": 0.5, "margin": 0.0},
+    "RankLoss": {"ranker": ..., "objective": ...},
+    "Sigmoid": {"tau": ...},
+    "Blackbox": {"lam": ..., "margin": 0.0, "margin_noise": False},
+    "Histogram": {"bins": ..., "low": -1.0, "high": 1.0},
+    "Exact": {},
+    "AveragePrecision": {},
+    "RecallAtK": {"ks": ..., "tau": 1.0},
+    "LogRecall": {},
+    "LogLogRecall": {},
+    "WeightedRecall": {"weights": ...},
+    "NDCG": {},
+    "ReciprocalRank": {},
+    "PrecisionAtK": {"k": ..., "tau": 1.0},
+    "SiMix": {"loss": ..., "generator": None},
+    "EmbeddingMemory": {"loss": ..., "size": ...},
+    "ScoreMemory": {"loss": ..., "size": ...},
+    "MulticlassRankLoss": {"loss": None, "interclass": 1 / 3, "memory": 0},
+}
+
+
+def test_the_public_names():
+    assert sorted(rg.__all__) == sorted(NAMES)
+    assert all(hasattr(rg, name) for name in NAMES)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_positional_arguments_and_defaults(name):
+    parameters = inspect.signature(getattr(rg, name)).parameters.values()
+    found = {
+        p.name: ... if p.default is p.empty else p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD
+    }
+    assert found == SIGNATURES[name]
