@@ -38,7 +38,7 @@ def both_ways(
     """Losses and gradient of the kernels and of the tiled path."""
     results = []
     for backend in ("triton", "tiled"):
-        x = scores.detach().clone().requires_grad_()
+        x = scores.detach().requires_grad_()  # not a copy, which would not keep the strides
         loss = rankgrad.RankLoss(ranker, objective or rankgrad.AveragePrecision(), backend=backend, **options)
         value = loss.from_scores(x, relevance, candidates=candidates)
         (gradient,) = torch.autograd.grad(value.sum() * 3, x)
@@ -87,15 +87,16 @@ def test_one_list(kind, n, share):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_ragged_lists_with_gaps(dtype):
-    """Rows with 0 to many relevant items, some candidates not ranked, strided scores."""
+    """Rows with 0 to many relevant items, some candidates not ranked, scores strided in either dimension."""
     scores, relevance = batch(5, 1300, 0.1, "grid", seed=1)
     relevance &= (
         torch.rand(5, 1300, generator=torch.Generator().manual_seed(2)).to(DEVICE) < torch.arange(5, device=DEVICE)[:, None] / 4
     )
     candidates = torch.rand(5, 1300, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.8
-    strided = scores.to(dtype).t().contiguous().t()
-    for ranker in (rankgrad.Blackbox(2.0, margin=0.25), rankgrad.Exact()):
-        kernels, tiled = both_ways(ranker, strided, relevance, candidates, reduction="none")
+    by_columns = scores.to(dtype).t().contiguous().t()
+    part_of_wider = torch.cat((scores, scores), dim=1).to(dtype)[:, :1300]
+    for ranker, given in ((rankgrad.Blackbox(2.0, margin=0.25), part_of_wider), (rankgrad.Exact(), by_columns)):
+        kernels, tiled = both_ways(ranker, given, relevance, candidates, reduction="none")
         if dtype == torch.bfloat16:  # the interpreter does not round to the nearest
             torch.testing.assert_close(kernels, tiled, rtol=2**-7, atol=0)
         else:

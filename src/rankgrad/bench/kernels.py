@@ -129,14 +129,19 @@ def loss_of(loss: str, *, backend: str = "", precision: str = "auto", unit: bool
     return module
 
 
-def measured(call: Call, device: torch.device, seconds: float) -> Cell:
-    """Time and peak memory of a call that may compile at first."""
+def measured(call: Call, device: torch.device, seconds: float, uncaptured: Call | None = None) -> Cell:
+    """Time and peak memory of a call that may compile at first.
+
+    The memory of a call that is replayed from a graph belongs to the graph and is not seen; `uncaptured` is the same call
+    without one.
+    """
     start = time.perf_counter()
     memory = peak_memory(call, device)
     first = time.perf_counter() - start
     one = timed(call, device)
     if one < SLOW:
-        memory = peak_memory(call, device)  # without what libraries took for themselves when they were first called
+        # without what libraries took for themselves when they were first called
+        memory = peak_memory(uncaptured or call, device)
     repetitions = min(MOST_REPETITIONS, int(seconds / max(one, 1e-9)))
     samples = [timed(call, device) for _ in range(repetitions)]
     return Cell(Timing.of(samples if repetitions >= 5 else [one, *samples]), memory, first)
@@ -371,14 +376,16 @@ class Run:
             if estimate > self.limit:
                 raise NotMeasuredError(f"over the limit: needs about {estimate / GB:.0f} GB")
         batch = self.batch(shape)
-        cell = measured(self._call(case, batch), self.device, self.seconds)
+        uncaptured = self._call(case, batch, cuda_graphs=False) if case.what == "ours" else None
+        cell = measured(self._call(case, batch), self.device, self.seconds, uncaptured)
         return Cell(cell.timing, max(0, cell.memory - batch.gradient_bytes), cell.first)
 
-    def _call(self, case: Case, batch: Batch) -> Call:
+    def _call(self, case: Case, batch: Batch, *, cuda_graphs: bool = True) -> Call:
         if case.shape.kind == "vector":
-            return _vector_call(case.what, batch)
+            return _vector_call(case.what, batch, cuda_graphs=cuda_graphs)
         if case.what == "ours":
             module = loss_of(case.loss, precision=case.precision, unit=case.shape.kind == "unit")
+            module.cuda_graphs = cuda_graphs  # type: ignore[assignment]
             return lambda: torch.autograd.grad(module(*batch.arguments), batch.leaves)
         function = dense_rival(case.loss).function
         if case.what == "chunked":
@@ -413,10 +420,10 @@ class Run:
         return Cell(timing, 0, cell.first), note
 
 
-def _vector_call(what: str, batch: Batch) -> Callable[[], tuple[Tensor, Tensor]]:
+def _vector_call(what: str, batch: Batch, *, cuda_graphs: bool = True) -> Callable[[], tuple[Tensor, Tensor]]:
     (scores,), (relevance,) = batch.leaves, batch.labels
     if what == "ours":
-        loss = rankgrad.RamboAPLoss(lam=rivals.AP_LAM, margin=rivals.AP_MARGIN)
+        loss = rankgrad.RamboAPLoss(lam=rivals.AP_LAM, margin=rivals.AP_MARGIN, cuda_graphs=cuda_graphs)
 
         def call() -> tuple[Tensor, Tensor]:
             value = loss.from_scores(scores, relevance)

@@ -147,7 +147,11 @@ class Thresholds:
 
     @cached_property
     def table(self) -> Table:
-        return Table.of(self.descending[0], self.buckets)
+        values, order = self.descending
+        table = Table.of(values, self.buckets)
+        # the ladder holds the sorted values too, and one copy of them is enough
+        self.descending = table.ladder.view(len(values), -1)[:, : values.shape[1]], order
+        return table
 
     def reached_by(self, tile: Tensor) -> Tensor:
         """[B, P] int32: how many scores of the row are at or above each threshold."""

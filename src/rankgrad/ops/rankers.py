@@ -40,6 +40,7 @@ class Relevant:
     num_relevant: Tensor  # [B] int64
     list_length: Tensor  # [B] int64, candidates that are ranked
     rank_dtype: torch.dtype  # wide enough for exact integer ranks
+    fused: bool = False  # from a door of the fused kernels, which also compare the relevant items with each other
     full: bool = False  # known to have no padding
 
     def fill(self, values: Tensor, value: float) -> Tensor:
@@ -161,6 +162,10 @@ class Sigmoid(Ranker):
             yield rows, (tile[rows, None, :] - relevant.scores[rows, :, None]).mul_(1 / self.tau).sigmoid_()
 
     def _among(self, relevant: Relevant) -> Tensor:
+        if relevant.fused:
+            from rankgrad.ops.fused.rows import ahead_among
+
+            return ahead_among(relevant.scores, relevant.num_relevant, self.tau)
         return torch.cat([ahead.sum(dim=2) for _, ahead in self._blocks(relevant)])
 
     def aim(self, grads: tuple[Tensor, ...], relevant: Relevant, prepared: Tensor, share: Share) -> tuple[Tensor, Tensor]:
@@ -190,11 +195,15 @@ class Sigmoid(Ranker):
         share: Share,
     ) -> Tensor:
         weights = aimed[1].t()
+        assert pulled is not None, "a sigmoid's comparisons are pulled by every tile"
+        if relevant.fused:
+            from rankgrad.ops.fused.rows import ahead_among_backward
+
+            return pulled + ahead_among_backward(relevant.scores, weights, relevant.num_relevant, self.tau)
         parts = []
         for rows, ahead in self._blocks(relevant):
             slope = torch.ops.aten.sigmoid_backward(weights[rows, :, None], ahead)
             parts.append(slope.sum(dim=1) - slope.sum(dim=2))  # as the item ahead, and as the one compared with
-        assert pulled is not None, "a sigmoid's comparisons are pulled by every tile"
         return pulled + torch.cat(parts)
 
 

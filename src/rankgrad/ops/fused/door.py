@@ -36,7 +36,7 @@ ONE_GROUP = 2**22
 
 # Most rows of the score gradient that exist at once, and most bytes of them: fewer rows leave an H200 idle in a product
 # with 512 columns, 4 GiB are their share of memory at a million candidates.
-CHUNK_ROWS = 3072
+CHUNK_ROWS = 2048
 CHUNK_BYTES = 2**32
 
 # The gradient of scores is scaled so that its largest possible entry is here; float16 ends at 65,504.
@@ -57,8 +57,8 @@ def supports(ranker: Ranker) -> bool:
 
 
 def rounded_width(most: int) -> int:
-    """Relevant items of a query, rounded up to one of 8 steps an octave so that few groups cover ragged classes."""
-    step = 1 << max(most.bit_length() - 4, 0)
+    """Relevant items of a query, rounded up to one of 4 steps an octave so that few groups cover ragged classes."""
+    step = 1 << max(most.bit_length() - 3, 0)
     return -(-most // step) * step
 
 
@@ -159,6 +159,7 @@ class FusedDoor:
             num_relevant=num_relevant,
             list_length=self.lists.list_length[rows],
             rank_dtype=torch.float32,
+            fused=True,
         )
 
     def _operands(self, unit: float) -> tuple[Tensor, ...]:

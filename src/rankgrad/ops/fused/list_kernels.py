@@ -137,10 +137,10 @@ def pull_kernel(
     b_moved_high = tl.load(moved_begin + o_begin + 1, mask=m_visible, other=0)
     b_place = _search(b_s, descending + i * P, b_low, b_high)
     b_moved = _search(b_s, moved + i * P, b_moved_low, b_moved_high)
-    # a rank grows by the relevant items that pass the score and shrinks by those that fall behind it
+    # a rank grows by the relevant items that pass the score and shrinks by those that fall behind it; hidden scores have
+    # been loaded no table and are at place 0 of both
     b_gradient = (b_moved - b_place).to(tl.float32) * tl.load(scale + i)
-    b_gradient = tl.where(m_visible, b_gradient, 0.0).to(gradient.dtype.element_ty)
-    tl.store(gradient + row * n + o_n, b_gradient, mask=m_n)
+    tl.store(gradient + row * n + o_n, b_gradient.to(gradient.dtype.element_ty), mask=m_n)
     _tally(counts + i * P, b_moved, m_visible, P)
 
 

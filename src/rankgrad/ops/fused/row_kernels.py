@@ -23,3 +23,38 @@ def unit_bwd_kernel(unit, inverse, d_unit, d_x, d, BD: tl.constexpr):
     b_u = tl.load(unit + i * d + o_d, mask=o_d < d, other=0.0)
     b_g = tl.load(d_unit + i * d + o_d, mask=o_d < d, other=0.0)
     tl.store(d_x + i * d + o_d, (b_g - b_u * tl.sum(b_u * b_g, 0)) * tl.load(inverse + i), mask=o_d < d)
+
+
+@triton.jit
+def among_kernel(scores, num_relevant, out, P, inverse_tau, BX: tl.constexpr, BY: tl.constexpr):
+    """out[row, x] = sum over the row's relevant y of sigmoid((s_y - s_x) / tau), x itself among them."""
+    i = tl.program_id(0).to(tl.int64)
+    count = tl.load(num_relevant + i)
+    o_x = tl.program_id(1) * BX + tl.arange(0, BX)
+    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
+    b_sum = tl.zeros([BX], tl.float32)
+    for start in range(0, count, BY):
+        o_y = start + tl.arange(0, BY)
+        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=0.0)
+        b_ahead = tl.sigmoid((b_y[None, :] - b_x[:, None]) * inverse_tau)
+        b_sum += tl.sum(tl.where(o_y[None, :] < count, b_ahead, 0.0), 1)
+    tl.store(out + i * P + o_x, b_sum, mask=o_x < P)
+
+
+@triton.jit
+def among_bwd_kernel(scores, weights, num_relevant, out, P, inverse_tau, BX: tl.constexpr, BY: tl.constexpr):
+    """out[row, x] = sum over y of (w_y - w_x) slope((s_y - s_x) / tau): the slope of a sigmoid is even."""
+    i = tl.program_id(0).to(tl.int64)
+    count = tl.load(num_relevant + i)
+    o_x = tl.program_id(1) * BX + tl.arange(0, BX)
+    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
+    b_wx = tl.load(weights + i * P + o_x, mask=o_x < count, other=0.0)
+    b_sum = tl.zeros([BX], tl.float32)
+    for start in range(0, count, BY):
+        o_y = start + tl.arange(0, BY)
+        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=0.0)
+        b_wy = tl.load(weights + i * P + o_y, mask=o_y < count, other=0.0)
+        b_ahead = tl.sigmoid((b_y[None, :] - b_x[:, None]) * inverse_tau)
+        b_slope = tl.where(o_y[None, :] < count, b_ahead * (1.0 - b_ahead), 0.0)
+        b_sum += tl.sum((b_wy[None, :] - b_wx[:, None]) * b_slope, 1)
+    tl.store(out + i * P + o_x, tl.where(o_x < count, b_sum, 0.0), mask=o_x < P)

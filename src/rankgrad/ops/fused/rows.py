@@ -1,4 +1,4 @@
-"""L2 normalisation of rows as one kernel forward and one backward, where torch takes a dozen."""
+"""Work on rows as one kernel forward and one backward, where torch takes a dozen launches or a tensor too many."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops.fused.row_kernels import unit_bwd_kernel, unit_kernel
+from rankgrad.ops.fused.row_kernels import among_bwd_kernel, among_kernel, unit_bwd_kernel, unit_kernel
 
 # as torch.nn.functional.normalize has it: a row of zeros stays one
 SMALLEST_LENGTH = 1e-12
@@ -35,3 +35,28 @@ def unit_rows(x: Tensor) -> Tensor:
     """Rows of a float32 matrix divided by their length."""
     rows: Tensor = _UnitRows.apply(x)
     return rows
+
+
+def ahead_among(scores: Tensor, num_relevant: Tensor, tau: float) -> Tensor:
+    """[B, P] how much of a row's relevant items is ahead of each, itself included; rows hold `num_relevant` of P."""
+    scores, out = scores.contiguous(), torch.empty_like(scores, memory_format=torch.contiguous_format)
+    if out.numel():
+        among_kernel[_grid(out)](scores, num_relevant, out, out.shape[1], 1 / tau, **_blocks(out))
+    return out
+
+
+def ahead_among_backward(scores: Tensor, weights: Tensor, num_relevant: Tensor, tau: float) -> Tensor:
+    """[B, P] gradient of the scores when the sums of `ahead_among` have gradients tau * weights."""
+    scores, out = scores.contiguous(), torch.empty_like(scores, memory_format=torch.contiguous_format)
+    if out.numel():
+        among_bwd_kernel[_grid(out)](scores, weights.contiguous(), num_relevant, out, out.shape[1], 1 / tau, **_blocks(out))
+    return out
+
+
+def _blocks(rows: Tensor) -> dict[str, int]:
+    block = min(64, triton.next_power_of_2(rows.shape[1]))
+    return {"BX": block, "BY": block}
+
+
+def _grid(rows: Tensor) -> tuple[int, int]:
+    return len(rows), triton.cdiv(rows.shape[1], _blocks(rows)["BX"])
