@@ -105,9 +105,7 @@ class Blackbox:
     def ranking(self, scores: Tensor, gains: Tensor) -> Tensor:
         """Ranks 1..n of all items by one full sort: shifted score, then irrelevant first, then index."""
         relevant = (gains > 0).tolist()
-        shifted = [
-            s - self.margin / 2 if r else s + self.margin / 2 for s, r in zip(scores.tolist(), relevant, strict=True)
-        ]
+        shifted = [s - self.margin / 2 if r else s + self.margin / 2 for s, r in zip(scores.tolist(), relevant, strict=True)]
         order = sorted(range(len(shifted)), key=lambda i: (-shifted[i], relevant[i], i))
         ranks = torch.empty(len(shifted), dtype=torch.float64)
         ranks[order] = torch.arange(1, len(shifted) + 1, dtype=torch.float64)
@@ -211,8 +209,7 @@ def rank_loss(
         raise ValueError("a list without relevant items")
     divisor = {"skip": used, "zero": len(lists)}.get(empty_query, used) if reduction == "mean" else 1
     losses = [
-        ranker.loss(scores, gains, objective, 1 / divisor) if (gains > 0).any() else 0 * scores.sum()
-        for scores, gains in lists
+        ranker.loss(scores, gains, objective, 1 / divisor) if (gains > 0).any() else 0 * scores.sum() for scores, gains in lists
     ]
     return torch.stack(losses) if reduction == "none" else torch.stack(losses).sum() / max(divisor, 1)
 

@@ -99,9 +99,7 @@ def fake_glyphs(images: np.ndarray, labels: list[int]) -> Glyphs:
 def test_demo_evaluation_equals_the_definition(monkeypatch):
     monkeypatch.setattr(demo, "CHUNK", 7)
     rng = np.random.default_rng(0)
-    data = fake_glyphs(
-        rng.integers(0, 255, (40, 4, 4), dtype=np.uint8), rng.permutation(np.repeat(range(10), 4)).tolist()
-    )
+    data = fake_glyphs(rng.integers(0, 255, (40, 4, 4), dtype=np.uint8), rng.permutation(np.repeat(range(10), 4)).tolist())
     embeddings = torch.nn.functional.normalize(demo.as_input(data.images).flatten(1)).double()
     first, tenth, precision = [], [], []
     for q in range(40):

@@ -111,9 +111,7 @@ def test_allowed_imports_pass(tmp_path):
 
 def loaded_by(statement: str) -> set[str]:
     """Names in sys.modules after `statement` in a fresh interpreter, less those that torch and numpy bring."""
-    code = (
-        f"import sys, torch, numpy; before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"
-    )
+    code = f"import sys, torch, numpy; before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"
     return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
 
 

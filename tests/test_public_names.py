@@ -6,11 +6,31 @@ import pytest
 
 import rankgrad as rg
 
-NAMES = """
-AveragePrecision Blackbox EmbeddingMemory Exact FastAPLoss Histogram LogLogRecall LogRecall MulticlassRankLoss NDCG
-PrecisionAtK RamboAPLoss RamboRecallLoss RankLoss Ranks RecallAtK RecallAtKLoss ReciprocalRank ScoreMemory SiMix Sigmoid
-SmoothAPLoss WeightedRecall
-""".split()
+NAMES = [
+    "AveragePrecision",
+    "Blackbox",
+    "EmbeddingMemory",
+    "Exact",
+    "FastAPLoss",
+    "Histogram",
+    "LogLogRecall",
+    "LogRecall",
+    "MulticlassRankLoss",
+    "NDCG",
+    "PrecisionAtK",
+    "RamboAPLoss",
+    "RamboRecallLoss",
+    "RankLoss",
+    "Ranks",
+    "RecallAtK",
+    "RecallAtKLoss",
+    "ReciprocalRank",
+    "ScoreMemory",
+    "SiMix",
+    "Sigmoid",
+    "SmoothAPLoss",
+    "WeightedRecall",
+]
 
 # positional arguments and their defaults
 SIGNATURES = {
@@ -47,7 +67,5 @@ def test_the_public_names():
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_positional_arguments_and_defaults(name):
     parameters = inspect.signature(getattr(rg, name)).parameters.values()
-    found = {
-        p.name: ... if p.default is p.empty else p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD
-    }
+    found = {p.name: ... if p.default is p.empty else p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert found == SIGNATURES[name]

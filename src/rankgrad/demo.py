@@ -87,8 +87,7 @@ def evaluate(model: nn.Module, glyphs: Glyphs) -> Quality:
     """Rank all images for each image as the query, itself left out by its index; a tie counts against the match."""
     with torch.inference_mode():
         parts = [
-            F.normalize(model(as_input(images)))
-            for images in np.split(glyphs.images, range(CHUNK, len(glyphs.images), CHUNK))
+            F.normalize(model(as_input(images))) for images in np.split(glyphs.images, range(CHUNK, len(glyphs.images), CHUNK))
         ]
     embeddings = torch.cat(parts).numpy()
     if not np.isfinite(embeddings).all():
@@ -124,18 +123,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rankgrad demo", description=__doc__)
     parser.add_argument("--steps", type=int, default=300, help="training steps per loss (default: %(default)s)")
     parser.add_argument("--classes", type=int, help="use only so many classes of each split, for a quick look")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of weights, batches and distortions (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and distortions (default: %(default)s)")
     options = parser.parse_args(arguments)
     for name, least in (("steps", 1), ("classes", 2), ("seed", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
             parser.error(f"--{name} must be at least {least}, got {value}")
 
-    train_set, test_set = (
-        first_classes(load_glyphs(split, seed=options.seed), options.classes) for split in ("train", "test")
-    )
+    train_set, test_set = (first_classes(load_glyphs(split, seed=options.seed), options.classes) for split in ("train", "test"))
     print(f"glyphs: {described(train_set)} to train on, {described(test_set)} to test on, no character in both")
     torch.manual_seed(options.seed)
     untrained = small_embedder()

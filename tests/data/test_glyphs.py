@@ -110,9 +110,7 @@ def test_a_damaged_cache_file_is_rebuilt(tmp_path, damage):
     good = path.read_bytes()
     flipped = bytearray(good)
     flipped[len(good) // 2] ^= 0xFF
-    path.write_bytes(
-        {"cut": good[: len(good) // 2], "flipped": bytes(flipped), "empty": b"", "foreign": b"hello"}[damage]
-    )
+    path.write_bytes({"cut": good[: len(good) // 2], "flipped": bytes(flipped), "empty": b"", "foreign": b"hello"}[damage])
     assert equal(load_glyphs("test", size=16, examples=1, cache=tmp_path), drawn)
     assert path.read_bytes() == good
     assert list(tmp_path.iterdir()) == [path]

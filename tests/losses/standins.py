@@ -17,9 +17,7 @@ class Standin:
     reduction: str = "mean"
 
     def __call__(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        lists = oracle.embedding_lists(
-            embeddings, labels, normalize=self.normalize, query_in_database=self.query_in_database
-        )
+        lists = oracle.embedding_lists(embeddings, labels, normalize=self.normalize, query_in_database=self.query_in_database)
         return oracle.rank_loss(lists, self.ranker, self.objective, self.reduction)
 
     def from_scores(self, scores: Tensor, relevance: Tensor) -> Tensor:

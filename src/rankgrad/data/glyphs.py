@@ -35,11 +35,7 @@ SPLITS: tuple[Split, Split] = ("train", "test")
 
 # the text faces; the others that ship with matplotlib hold big brackets or a TeX encoding instead of Unicode
 FONTS = (
-    *(
-        f"DejaVu{face}{style}.ttf"
-        for face in ("Sans", "SansMono")
-        for style in ("", "-Bold", "-Oblique", "-BoldOblique")
-    ),
+    *(f"DejaVu{face}{style}.ttf" for face in ("Sans", "SansMono") for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
     *(f"DejaVuSerif{style}.ttf" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
     *(f"STIXGeneral{style}.ttf" for style in ("", "Bol", "Italic", "BolIta")),
 )
@@ -125,9 +121,7 @@ class Glyphs:
                 raise ValueError(f"Glyphs: {name} must lie in [0, {len(names)}), got {values.min()} to {values.max()}")
 
 
-def load_glyphs(
-    split: Split, *, size: int = 32, seed: int = 0, examples: int = MIN_FONTS, cache: Path | None = None
-) -> Glyphs:
+def load_glyphs(split: Split, *, size: int = 32, seed: int = 0, examples: int = MIN_FONTS, cache: Path | None = None) -> Glyphs:
     """The drawings of one split: a pure function of its arguments, kept on disk after the first call.
 
     Args:
@@ -177,9 +171,7 @@ def _classes() -> list[tuple[str, list[Font]]]:
         for code in FT2Font(str(path)).get_charmap():
             fonts_of[chr(code)].append(font)
     chars = sorted(
-        char
-        for char, fonts in fonts_of.items()
-        if len(fonts) >= MIN_FONTS and unicodedata.category(char) in GENERAL_CATEGORIES
+        char for char, fonts in fonts_of.items() if len(fonts) >= MIN_FONTS and unicodedata.category(char) in GENERAL_CATEGORIES
     )
     pairs = [(char, font) for char in chars for font in fonts_of[char]]
     drawings = _rasterise(pairs, size=32).reshape(len(pairs), -1).astype(np.float32)

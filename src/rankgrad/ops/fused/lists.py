@@ -29,7 +29,7 @@ SHORTEST_LIST = 4096
 MOST_LISTS = 64
 
 # Scores up to which launches cost more than work, so that a loss is replayed as CUDA graphs.
-MOST_CAPTURED = 2**20
+MOST_CAPTURED = 2**24
 
 
 def supports(ranker: Ranker) -> bool:
