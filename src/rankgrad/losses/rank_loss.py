@@ -29,9 +29,10 @@ from rankgrad.ops.backends import (
     score_door,
     tiled_door,
 )
-from rankgrad.ops.engine import Objective, Plan, rank_losses
+from rankgrad.ops.engine import Objective, Plan, all_scores, rank_losses
 from rankgrad.ops.lists import LabelLists, ScoreLists
 from rankgrad.ops.rankers import Blackbox, Ranker
+from rankgrad.ops.tiled import is_one_tile
 
 Reduction = Literal["mean", "none"]
 EmptyQuery = Literal["skip", "zero", "error"]
@@ -146,12 +147,18 @@ class RankLoss(nn.Module):
         """Loss of prepared embeddings over given lists. `mixed` = (first, second, alpha) ranks mixtures of `queries`."""
         unit = self._count_queries(lists.num_relevant, queries)
         backend = resolve(self.backend, queries, self.ranker, caller=self.name)
-        if backend != "tiled" and mixed is not None:
+        one_tile = backend == "tiled" and is_one_tile(lists, queries.device)
+        if mixed is not None and (backend != "tiled" or one_tile):
             first, second, alpha = mixed
             queries = torch.lerp(queries[second], queries[first], alpha[:, None].to(queries))
+        if one_tile:
+            # all scores at once are no more than a tile, and to keep them is quicker than to make them twice
+            scores = all_scores(queries, queries if candidates is None else candidates)
+            on_device = lists.to(queries.device)
+            return self._run(score_door(ScoreLists.build(*on_device.dense()), "tiled"), unit, scores)
         if backend == "reference":
             scores = queries.double() @ (queries if candidates is None else candidates).double().t()
-            relevance, ranked = reference.dense_lists(lists)
+            relevance, ranked = lists.dense()
             return self._reduce(reference.rank_losses(scores, relevance, ranked, self.ranker, self.objective, unit), unit)
         if backend == "triton":
             door = fused_door(lists, queries.device, precision, unit_rows=self.normalize)

@@ -59,6 +59,29 @@ def island(device: torch.device) -> Any:
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
+class _AllScores(torch.autograd.Function):
+    """queries @ candidates.T, outside of autocast in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, candidates: Tensor) -> Tensor:
+        ctx.save_for_backward(queries, candidates)
+        with island(queries.device):
+            return queries @ candidates.t()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor, Tensor]:
+        queries, candidates = ctx.saved_tensors
+        with island(d_scores.device):
+            return d_scores @ candidates, d_scores.t() @ queries
+
+
+def all_scores(queries: Tensor, candidates: Tensor) -> Tensor:
+    """[Q, C] every score of a batch so small that they may exist at once."""
+    scores: Tensor = _AllScores.apply(queries, candidates)
+    return scores
+
+
 @dataclass
 class Passed:
     """What a forward pass leaves for the backward pass; lists hold one value per chunk."""

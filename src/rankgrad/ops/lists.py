@@ -100,6 +100,15 @@ class LabelLists:
         """[C] first and one past the last query of each candidate's class, both in class order."""
         return torch.searchsorted(self.start, self.class_start), torch.searchsorted(self.start, self.class_start, right=True)
 
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """[Q, C] which candidates are relevant and which are ranked, both in the caller's order."""
+        at = torch.arange(len(self.candidate_order), device=self.start.device)
+        start, stop, own = self.start[:, None], self.stop[:, None], self.own[:, None]
+        in_order = torch.stack(((at >= start) & (at < stop) & (at != own), (at != own) | self.own_is_ranked))
+        out = torch.empty_like(in_order)
+        out[:, self.query_order[:, None], self.candidate_order] = in_order
+        return out[0], out[1]
+
     def hide(self, tile: Tensor, rows: slice, columns: slice) -> None:
         """Set the relevant candidates of `rows` in a tile of scores, and the queries themselves, to -inf."""
         at = torch.arange(columns.start, columns.stop, device=tile.device)
@@ -125,8 +134,8 @@ class LabelLists:
         nowhere = low < 0
         low, high = low.masked_fill(nowhere, len(self.candidate_order)), high.masked_fill(nowhere, 0)
         # one transfer to the host for all chunks
-        table = torch.stack([torch.stack((self.num_relevant[c].max(), low[c].min(), high[c].max())) for c in chunks])
-        return [(width, first, last) for width, first, last in table.tolist()]
+        table = torch.stack((self.num_relevant, low, high)).cpu().numpy()
+        return [(int(table[0, c].max()), int(table[1, c].min()), int(table[2, c].max())) for c in chunks]
 
 
 @dataclass(frozen=True)

@@ -143,11 +143,12 @@ class Sigmoid(Ranker):
     def prepare(self, relevant: Relevant, key: int) -> Tensor:
         return relevant.scores.t().contiguous()  # [P, B]: a comparison is then contiguous over queries in both roles of a tile
 
-    def _ahead(self, tile: Tensor, threshold: Tensor) -> Tensor:
-        return (tile - threshold[:, None]).mul_(1 / self.tau).sigmoid_()
+    def _ahead(self, tile: Tensor, threshold: Tensor, out: Tensor) -> Tensor:
+        return torch.sub(tile, threshold[:, None], out=out).mul_(1 / self.tau).sigmoid_()
 
     def count(self, tile: Tensor, prepared: Tensor, key: int) -> Tensor:
-        return _columns([self._ahead(tile, threshold).sum(dim=1) for threshold in prepared], tile)
+        scratch = torch.empty_like(tile)  # one for all: on a CPU fresh memory costs more than what is done with it
+        return _columns([self._ahead(tile, threshold, scratch).sum(dim=1) for threshold in prepared], tile)
 
     def ranks(self, counts: Tensor, relevant: Relevant, prepared: Tensor) -> Ranks:
         # an item ahead of itself counts sigmoid(0) = 1/2
@@ -176,11 +177,11 @@ class Sigmoid(Ranker):
         return weights[0], weights[1]
 
     def pull(self, tile: Tensor, prepared: Tensor, aimed: tuple[Tensor, Tensor], key: int) -> tuple[Tensor, Tensor]:
-        gradient = torch.zeros_like(tile)
+        gradient, scratch = torch.zeros_like(tile), torch.empty_like(tile)
         pulled = []
         for threshold, weight in zip(prepared, aimed[0], strict=True):
-            ahead = self._ahead(tile, threshold)
-            slope = torch.ops.aten.sigmoid_backward(weight[:, None], ahead)
+            ahead = self._ahead(tile, threshold, scratch)
+            slope = torch.ops.aten.sigmoid_backward.grad_input(weight[:, None].expand_as(tile), ahead, grad_input=scratch)
             gradient += slope
             pulled.append(-slope.sum(dim=1))
         return gradient, _columns(pulled, tile)

@@ -11,19 +11,8 @@ import torch
 from torch import Tensor
 
 from rankgrad.ops.engine import Objective
-from rankgrad.ops.lists import LabelLists
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid
 from rankgrad.ops.ranks import Ranks
-
-
-def dense_lists(lists: LabelLists) -> tuple[Tensor, Tensor]:
-    """[Q, C] which candidates are relevant and which are ranked, both in the caller's order."""
-    at = torch.arange(len(lists.candidate_order), device=lists.start.device)
-    start, stop, own = lists.start[:, None], lists.stop[:, None], lists.own[:, None]
-    in_order = torch.stack(((at >= start) & (at < stop) & (at != own), (at != own) | lists.own_is_ranked))
-    out = torch.empty_like(in_order)
-    out[:, lists.query_order[:, None], lists.candidate_order] = in_order
-    return out[0], out[1]
 
 
 def rank_losses(

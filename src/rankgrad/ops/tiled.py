@@ -29,9 +29,20 @@ def tile_side(device: torch.device) -> int:
     return 512 if device.type == "cpu" else 4096
 
 
-def split(length: int, size: int) -> list[slice]:
-    """0..length in slices of `size`, the last one shorter."""
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+def is_one_tile(lists: LabelLists, device: torch.device) -> bool:
+    """Whether all scores of the lists fit in one tile."""
+    return len(lists.query_order) * len(lists.candidate_order) <= tile_side(device) ** 2
+
+
+def split(stop: int, size: int, start: int = 0) -> list[slice]:
+    """start..stop in slices of `size`, the last one shorter."""
+    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
+
+
+def _within(columns: Tensor, valid: Tensor, panel: slice) -> tuple[Tensor, Tensor]:
+    """Which real columns lie in a panel, and all columns' places there, those elsewhere at an end."""
+    here = valid & (columns >= panel.start) & (columns < panel.stop)
+    return here, (columns - panel.start).clamp(0, panel.stop - panel.start - 1)
 
 
 class TiledDoor(ABC):
@@ -153,6 +164,14 @@ class MixedRows:
 
 
 @dataclass(frozen=True)
+class Block:
+    """A few queries and an interval of candidates that holds relevant items of theirs."""
+
+    rows: slice
+    columns: slice
+
+
+@dataclass(frozen=True)
 class Layout:
     """How labels cut the work into tiles. Made once for forward and backward."""
 
@@ -160,13 +179,22 @@ class Layout:
     chunks: list[slice]  # of queries
     panels: list[slice]  # of candidates
     bands: list[tuple[int, int, int]]  # per chunk: most relevant items of a query, and the columns where `hide` matters
+    blocks: list[list[Block]]  # per chunk: where the relevant items are, more finely
 
     @classmethod
     def of(cls, lists: LabelLists, device: torch.device) -> "Layout":
         side = tile_side(device)
         chunks = split(len(lists.query_order), side)
+        fine = [split(chunk.stop, max(side // 8, 1), chunk.start) for chunk in chunks]
         # from where the labels are: labels that stay on the host spare a GPU the wait for this
-        return cls(lists.to(device), chunks, split(len(lists.candidate_order), side), lists.bands(chunks))
+        bands = iter(lists.bands([*chunks, *(rows for rows_of_chunk in fine for rows in rows_of_chunk)]))
+        coarse = [next(bands) for _ in chunks]
+        blocks = [
+            [Block(rows, panel) for rows, (width, first, last) in zip(of_chunk, bands, strict=False) if width
+             for panel in split(last, side, first)]
+            for of_chunk in fine
+        ]  # fmt: skip
+        return cls(lists.to(device), chunks, split(len(lists.candidate_order), side), coarse, blocks)
 
 
 class EmbeddingDoor(TiledDoor):
@@ -180,15 +208,14 @@ class EmbeddingDoor(TiledDoor):
 
     def relevant(self, chunk: int) -> Relevant:
         rows = self.chunks[chunk]
-        width, first, last = self.layout.bands[chunk]
-        columns, valid = self.lists.relevant_columns(rows, width)
+        columns, valid = self.lists.relevant_columns(rows, self.layout.bands[chunk][0])
         queries = self.queries.take(rows)
         scores = queries.new_full(columns.shape, torch.inf)
-        for panel in self._panels(first, last) if width else ():
-            tile = queries @ self.candidates.take(panel).t()
-            here = valid & (columns >= panel.start) & (columns < panel.stop)
-            found = tile.gather(1, (columns - panel.start).clamp(0, tile.shape[1] - 1))
-            scores = torch.where(here, found, scores)
+        for block in self.layout.blocks[chunk]:
+            local = slice(block.rows.start - rows.start, block.rows.stop - rows.start)
+            tile = queries[local] @ self.candidates.take(block.columns).t()
+            here, at = _within(columns[local], valid[local], block.columns)
+            scores[local] = torch.where(here, tile.gather(1, at), scores[local])
         num_candidates = len(self.lists.candidate_order)
         return Relevant(
             scores=scores,
@@ -198,10 +225,6 @@ class EmbeddingDoor(TiledDoor):
             list_length=self.lists.list_length[rows],
             rank_dtype=torch.float64 if num_candidates > EXACT_FLOAT32 else scores.dtype,
         )
-
-    def _panels(self, first: int, last: int) -> list[slice]:
-        side = tile_side(self.order.device)
-        return [slice(first + p.start, first + p.stop) for p in split(last - first, side)]
 
     def _views(self) -> Iterator[View]:
         panels = self.layout.panels
@@ -231,17 +254,16 @@ class EmbeddingDoor(TiledDoor):
         self.candidates.give(view.columns, gradient.t() @ view.queries)
 
     def gradients(self, d_relevant: list[Tensor]) -> tuple[Tensor, ...]:
-        for i, (rows, d_scores) in enumerate(zip(self.chunks, d_relevant, strict=True)):
-            width, first, last = self.layout.bands[i]
-            columns, valid = self.lists.relevant_columns(rows, width)
+        for chunk, (rows, d_scores) in enumerate(zip(self.chunks, d_relevant, strict=True)):
+            columns, valid = self.lists.relevant_columns(rows, self.layout.bands[chunk][0])
             queries = self.queries.take(rows)
-            for panel in self._panels(first, last) if width else ():
-                here = valid & (columns >= panel.start) & (columns < panel.stop)
-                gradient = d_scores.new_zeros(d_scores.shape[0], panel.stop - panel.start)
-                gradient.scatter_add_(
-                    1, (columns - panel.start).clamp(0, gradient.shape[1] - 1), torch.where(here, d_scores, 0)
-                )
-                self._give(View([], rows, panel, queries, self.candidates.take(panel)), [gradient])
+            for block in self.layout.blocks[chunk]:
+                local = slice(block.rows.start - rows.start, block.rows.stop - rows.start)
+                here, at = _within(columns[local], valid[local], block.columns)
+                gradient = d_scores.new_zeros(len(here), block.columns.stop - block.columns.start)
+                gradient.scatter_add_(1, at, torch.where(here, d_scores[local], 0))
+                candidates = self.candidates.take(block.columns)
+                self._give(View([], block.rows, block.columns, queries[local], candidates), [gradient])
         return (self.queries.d_base(),) if self.mirrored else (self.queries.d_base(), self.candidates.d_base())
 
 
