@@ -185,12 +185,10 @@ class RankLoss(nn.Module):
 
     def _replay(self, embeddings: Tensor, labels: Tensor) -> Tensor | None:
         """The loss of a small batch as CUDA graphs; None where it must run as usual."""
-        from rankgrad.ops.fused.graphs import MOST_ROWS, Graphs, Recipe
+        from rankgrad.ops.fused.graphs import MOST_ROWS, Recipe
 
         if len(embeddings) > MOST_ROWS:
             return None
-        if self._graphs is None:
-            self._graphs = Graphs()
         precision = resolve_precision(self.precision, embeddings)
 
         def plan(lists: LabelLists, unit: Tensor, width: int) -> Plan:
@@ -204,14 +202,27 @@ class RankLoss(nn.Module):
             plan=plan,
             reduce=self._reduce,
         )
-        key = (embeddings.shape, embeddings.dtype, embeddings.device, precision)
         labels = labels.to(embeddings.device, torch.long, non_blocking=True)
-        replayed = self._graphs.run(key, embeddings, labels, recipe)
+        return self._replayed(embeddings, labels, recipe, precision)
+
+    def _replayed(self, leaf: Tensor, given: Tensor, recipe: Any, *differs: Any) -> Tensor | None:
+        """The loss of `leaf` by graphs that were captured with the settings of now and what else `differs`."""
+        from rankgrad.ops.fused.graphs import Graphs
+
+        if self._graphs is None:
+            self._graphs = Graphs()
+        settings = (self.ranker, self.objective, self.reduction, self.empty_query, self.normalize, self.own_is_ranked)
+        key = (leaf.shape, leaf.dtype, leaf.device, given.dtype, *settings, *differs)
+        replayed = self._graphs.run(key, leaf, given, recipe)
         if replayed is None:
             return None
         loss: Tensor
         loss, self.used_queries = replayed
         return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        # graphs belong to this process and this object
+        return {**self.__dict__, "_graphs": None}
 
     def from_scores(self, scores: Tensor, relevance: Tensor, *, candidates: Tensor | None = None) -> Tensor:
         """Loss of ready scores [Q, n], or of one list [n], higher is nearer. The query itself must not be among them.
@@ -240,13 +251,11 @@ class RankLoss(nn.Module):
     def _replay_scores(self, scores: Tensor, relevance: Tensor) -> Tensor | None:
         """The loss of lists with so few scores that launches cost more than work; None where there are more."""
         from rankgrad.ops.fused.door import rounded_width
-        from rankgrad.ops.fused.graphs import Graphs, Recipe
+        from rankgrad.ops.fused.graphs import Recipe
         from rankgrad.ops.fused.lists import MOST_CAPTURED, counted, padded_door
 
         if scores.numel() > MOST_CAPTURED:
             return None
-        if self._graphs is None:
-            self._graphs = Graphs()
 
         def plan(lists: ScoreLists, unit: Tensor, width: int) -> Plan:
             return Plan(padded_door(lists, width), self.ranker, self.objective, unit)
@@ -258,12 +267,9 @@ class RankLoss(nn.Module):
             plan=plan,
             reduce=self._reduce,
         )
-        key = (scores.shape, scores.dtype, scores.device, relevance.dtype)
-        replayed = self._graphs.run(key, scores, relevance, recipe)
+        replayed = self._replayed(scores, relevance, recipe)
         if replayed is not None:
-            loss: Tensor
-            loss, self.used_queries = replayed
-            return loss
+            return replayed
         # the same by single launches, which also compiles every kernel before a capture
         lists = counted(relevance)
         unit = self._count_queries(lists.num_relevant, scores)
