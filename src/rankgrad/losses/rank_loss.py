@@ -47,7 +47,8 @@ class RankLoss(nn.Module):
         loss.from_scores(scores, relevance)               lists of scores that exist already
 
     Labels may come in any order with any number of items per class; a candidate is relevant if it has the query's label.
-    Nothing of size queries x candidates is kept, in forward or backward: memory is O(items x dimensions + relevant pairs).
+    Nothing of size queries x candidates is kept beyond one tile, in forward or backward: memory is O(items x dimensions +
+    relevant pairs).
 
     Args:
         ranker: `Exact()`, `Sigmoid(tau)`, `Blackbox(lam, margin)`, `Histogram(bins)`.
