@@ -133,7 +133,7 @@ class RankLoss(nn.Module):
 
     def prepared(self, embeddings: Tensor) -> Tensor:
         """Embeddings as they enter the scores: at least float32, and of length 1 if so chosen."""
-        embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+        embeddings = _widened(embeddings)
         return normalized(embeddings, self.backend, self.ranker, caller=self.name) if self.normalize else embeddings
 
     def over_lists(
@@ -170,7 +170,7 @@ class RankLoss(nn.Module):
     def _is_capturable(self, embeddings: Tensor) -> bool:
         return (
             self._may_capture(embeddings)
-            and resolve(self.backend, self.prepared(embeddings[:1].detach()), self.ranker, caller=self.name) == "triton"
+            and resolve(self.backend, _widened(embeddings.detach()[:0]), self.ranker, caller=self.name) == "triton"
         )
 
     def _may_capture(self, tensor: Tensor) -> bool:
@@ -360,3 +360,8 @@ class RankLoss(nn.Module):
             check_finite(relevance, name="relevance", caller=caller)
             if bool((relevance < 0).any()):
                 raise ValueError(f"{caller}: relevance must be at least 0, got {relevance.min().item()}")
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """In float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
