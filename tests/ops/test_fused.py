@@ -64,8 +64,10 @@ def assert_as_good_as_float32(ranker: object, *tensors: Tensor | None, own: bool
     plain = run(loss("tiled"), *tensors, **options)
     fused = run(loss("triton"), *tensors, **options)
     assert torch.isclose(fused[0], exact[0], atol=1e-5, rtol=0), (fused[0], exact[0])
+    # tensor cores multiply a split in float16, which keeps 22 bits of a score; a sigmoid sees the rest in units of tau
+    cut = 2**-22 / ranker.tau if DEVICE == "cuda" and isinstance(ranker, Sigmoid) else 1e-6
     for e, p, f in zip(exact[1:], plain[1:], fused[1:], strict=True):
-        assert error(f, e) <= 2 * error(p, e) + 1e-6
+        assert error(f, e) <= 2 * error(p, e) + cut
 
 
 @pytest.mark.parametrize("ranker", RANKERS, ids=str)

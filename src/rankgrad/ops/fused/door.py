@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -17,19 +17,31 @@ from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Relevant, S
 # Tiles and schedules, best first, found by timing on an H200: an entry holds the shared memory it needs. A counting tile is
 # wider than a gradient tile, which needs registers for scores, powers and sums at once. They are not tuned at run time: to
 # compile one more candidate takes longer than a training step gains from it in a thousand calls.
-COUNT_TILES = (
+Tiles: TypeAlias = Sequence[tuple[int, dict[str, int]]]
+COUNT_TILES: Tiles = (
     (190_000, {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}),
+    (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3}),
+    (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
+)
+SPLIT_COUNT_TILES: Tiles = (
     (150_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
     (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 2}),
     (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
 )
-PULL_TILES = (
+PULL_TILES: Tiles = (
+    (125_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 4}),
+    (99_000, {"BM": TILE, "BN": TILE // 4, "BK": 64, "num_warps": 4, "num_stages": 3}),
+    (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
+)
+SPLIT_PULL_TILES: Tiles = (
     (125_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 4}),
     (99_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 2}),
     (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
 )
 STRIPE = 8
-MANY_COMPARISONS = 32
+
+# From here on comparisons are the larger part of a tile's work, and smaller tiles hide more of it behind the products.
+MANY_COMPARISONS = 8
 
 # Relevant pairs, padding included, below which all queries are one group: an objective then is one pass of small launches.
 ONE_GROUP = 2**22
@@ -43,7 +55,7 @@ CHUNK_BYTES = 2**32
 GRADIENT_PEAK = 2.0**14
 
 
-def tile_for(tiles: Sequence[tuple[int, dict[str, int]]], device: torch.device) -> dict[str, int]:
+def tile_for(tiles: Tiles, device: torch.device) -> dict[str, int]:
     """The first tile whose needs the device meets."""
     if device.type != "cuda":
         return tiles[0][1]
@@ -76,7 +88,8 @@ class FusedLayout:
         short = -queries % TILE
         per_tile = torch.nn.functional.pad(lists.num_relevant, (0, short)).view(-1, TILE).amax(dim=1).tolist()
         if queries * max(per_tile) <= ONE_GROUP:
-            return cls(lists.to(device), [slice(0, queries)], [max(per_tile)])
+            # rounded like the width of a captured call, so that both sum in the same order
+            return cls(lists.to(device), [slice(0, queries)], [rounded_width(max(per_tile))])
         groups: list[slice] = []
         widths: list[int] = []
         for tile, most in enumerate(per_tile):
@@ -129,12 +142,14 @@ class FusedDoor:
         self.slopes: list[Tensor] = []
         self.centres: list[Tensor] = []
         self.asm = queries.is_cuda
-        self.pull_tile = tile_for(PULL_TILES, queries.device)
 
     def _count_tile(self, width: int) -> dict[str, int]:
-        """The widest tile pays as long as products are the larger part: one of them, and few comparisons."""
-        wide = self.precision == "fast" and width < MANY_COMPARISONS
-        return tile_for(COUNT_TILES if wide else COUNT_TILES[1:], self.order.device)
+        return self._tile(COUNT_TILES, SPLIT_COUNT_TILES, width)
+
+    def _tile(self, tiles: Tiles, split_tiles: Tiles, width: int) -> dict[str, int]:
+        if self.precision == "high":
+            return tile_for(split_tiles, self.order.device)
+        return tile_for(tiles[width >= MANY_COMPARISONS :], self.order.device)
 
     def relevant(self, chunk: int) -> Relevant:
         rows, width = self.chunks[chunk], self.layout.widths[chunk]
@@ -210,7 +225,7 @@ class FusedDoor:
         centres = torch.zeros(count if sigmoid else 1, device=comparisons.device)
         if width:
             kernels.count_kernel[(row_tiles, splits)](
-                *self._operands(unit), *self.layout.spans[:3], comparisons, sums[0], sums[-1], centres,
+                *self._operands(unit), *self.layout.spans, comparisons, sums[0], sums[-1], centres,
                 rows.start, count, self.num_candidates, width, per_split,
                 MODE=mode, **self._constants, **tile,
             )  # fmt: skip
@@ -273,16 +288,17 @@ class FusedDoor:
                     continue
                 mirror = sides[other] if self.mirrored else side
                 written = first_column + stride if columns.stop == first_column + width else columns.stop
-                tiles = triton.cdiv(written - start, self.pull_tile["BN"]) * triton.cdiv(end - begin, TILE)
+                tile = self._tile(PULL_TILES, SPLIT_PULL_TILES, max(side.width, mirror.width))
+                tiles = triton.cdiv(written - start, tile["BN"]) * triton.cdiv(end - begin, TILE)
                 kernels.pull_kernel[(tiles,)](
-                    *operands, *self.layout.spans[:3],
+                    *operands, *self.layout.spans,
                     side.comparisons, side.weights, side.extra, side.reached_or_any,
                     mirror.comparisons, mirror.weights, mirror.extra, mirror.reached_or_any,
                     buffers[0], buffers[-1],
                     group.start, group.stop - group.start, begin, end - begin,
                     columns.start, columns.stop - columns.start, start, written, self.num_candidates, stride,
                     side.width, mirror.width,
-                    MODE=side.mode, MIRRORED=self.mirrored, GROUP=STRIPE, **self._constants, **self.pull_tile,
+                    MODE=side.mode, MIRRORED=self.mirrored, GROUP=STRIPE, **self._constants, **tile,
                 )  # fmt: skip
             self._multiply(buffers, begin, end)
 

@@ -136,7 +136,7 @@ def relevant_kernel(
 
 @triton.jit
 def count_kernel(
-    queries, candidates, row_bias, column_bias, alpha, start, stop, own, comparisons, counts, slopes, centres,
+    queries, candidates, row_bias, column_bias, alpha, start, stop, own, num_relevant, comparisons, counts, slopes, centres,
     first_row, num_rows, num_candidates, P, panels_per_split,
     MODE: tl.constexpr, KEEP_OWN: tl.constexpr, ASM: tl.constexpr,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -151,6 +151,8 @@ def count_kernel(
     b_own = tl.load(own + o_m, mask=m_m, other=-1)
     first, last = _band(b_start, b_stop, b_own)
     p_out = i_split.to(tl.int64) * P * num_rows + o_r
+    if MODE != RAMP:  # from here on only the comparisons that a row of this tile has
+        P = tl.max(tl.load(num_relevant + o_m, mask=m_m, other=0), 0)
     b_centre = tl.zeros([BM], tl.float32)
     if MODE == SIGMOID:
         b_low = tl.full([BM], float("inf"), tl.float32)
@@ -248,7 +250,7 @@ def _pull(
 
 @triton.jit
 def pull_kernel(
-    queries, candidates, row_bias, column_bias, alpha, start, stop, own,
+    queries, candidates, row_bias, column_bias, alpha, start, stop, own, num_relevant,
     row_t, row_w, row_extra, row_reached, column_t, column_w, column_extra, column_reached, high, low,
     first_row, num_rows, chunk_row, chunk_rows, first_column, num_columns, from_column, last_written,
     num_candidates, row_width, row_p, column_p,
@@ -285,6 +287,7 @@ def pull_kernel(
     b_extra = tl.zeros([BM], tl.float32)
     if MODE != RAMP:
         b_extra = tl.load(row_extra + o_r, mask=m_m, other=0.0)
+        row_p = tl.max(tl.load(num_relevant + o_m, mask=m_m, other=0), 0)  # no more than a row of this tile has
     p_t = row_t + o_r
     p_w = row_w + o_r
     p_c = row_reached + o_r
@@ -304,6 +307,7 @@ def pull_kernel(
         b_en = tl.zeros([BN], tl.float32)
         if MODE != RAMP:
             b_en = tl.load(column_extra + o_c, mask=m_n, other=0.0)
+            column_p = tl.max(tl.load(num_relevant + o_n, mask=m_n, other=0), 0)
         p_tn = column_t + o_c
         p_wn = column_w + o_c
         p_cn = column_reached + o_c
