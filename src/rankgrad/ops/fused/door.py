@@ -40,7 +40,8 @@ SPLIT_PULL_TILES: Tiles = (
 )
 STRIPE = 8
 
-# From here on comparisons are the larger part of a tile's work, and smaller tiles hide more of it behind the products.
+# From here on comparisons with relevant items are the larger part of a tile's work, and smaller tiles hide more of it behind
+# the products; those with the edges of bins are too cheap for that.
 MANY_COMPARISONS = 8
 
 # Relevant pairs, padding included, below which all queries are one group: an objective then is one pass of small launches.
@@ -215,7 +216,7 @@ class FusedDoor:
     def _count(self, rows: slice, comparisons: Tensor, width: int, mode: Any, unit: float) -> Tensor:
         count = rows.stop - rows.start
         sigmoid = mode == kernels.SIGMOID
-        tile = self._count_tile(width)
+        tile = self._count_tile(0 if mode == kernels.RAMP else width)
         row_tiles, panels = triton.cdiv(count, TILE), triton.cdiv(self.num_candidates, tile["BN"])
         # enough programs for two waves on a large GPU; splits are summed in a fixed order
         per_split = triton.cdiv(panels, max(1, min(panels, 264 // row_tiles)))
@@ -269,8 +270,8 @@ class FusedDoor:
         """All chunks of a group of queries: gradient tiles, then the library's products with them."""
         split = self.precision == "high"
         all_rows = len(self.order)
-        most = max(CHUNK_BYTES // (2 * self.num_candidates * (2 if split else 1)) // TILE * TILE, TILE)
-        size = min(CHUNK_ROWS, most)
+        rows_that_fit = max(CHUNK_BYTES // (2 * self.num_candidates * (2 if split else 1)) // TILE * TILE, TILE)
+        size = min(CHUNK_ROWS, rows_that_fit)
         operands = self._operands(unit)
         for begin in range(group.start, group.stop, size):
             end = min(begin + size, group.stop)
@@ -288,7 +289,8 @@ class FusedDoor:
                     continue
                 mirror = sides[other] if self.mirrored else side
                 written = first_column + stride if columns.stop == first_column + width else columns.stop
-                tile = self._tile(PULL_TILES, SPLIT_PULL_TILES, max(side.width, mirror.width))
+                most = 0 if side.mode == kernels.RAMP else max(side.width, mirror.width)
+                tile = self._tile(PULL_TILES, SPLIT_PULL_TILES, most)
                 tiles = triton.cdiv(written - start, tile["BN"]) * triton.cdiv(end - begin, TILE)
                 kernels.pull_kernel[(tiles,)](
                     *operands, *self.layout.spans,
