@@ -49,7 +49,7 @@ ONE_GROUP = 2**22
 
 # Most rows of the score gradient that exist at once, and most bytes of them: fewer rows leave an H200 idle in a product
 # with 512 columns, 4 GiB are their share of memory at a million candidates.
-CHUNK_ROWS = 2048
+CHUNK_ROWS = 4096
 CHUNK_BYTES = 2**32
 
 # The gradient of scores is scaled so that its largest possible entry is here; float16 ends at 65,504.
@@ -244,8 +244,9 @@ class FusedDoor:
             side.rescale(self.gradient_scale)
         unit = self._comparisons(ranker, prepared[0], self.chunks[0])[2]
         self.products = [torch.zeros(padded(len(base), TILE), base.shape[1], device=base.device) for base in self.bases]
+        memory = self._gradient_memory()
         for index, rows in enumerate(self.chunks):
-            self._pull_group(sides, index, rows, unit)
+            self._pull_group(sides, index, rows, unit, memory)
         if isinstance(ranker, Sigmoid):
             return [-(aim[0] * slopes).t() for aim, slopes in zip(aimed, self.slopes, strict=True)]
         return [None if side.reached is None else side.reached.t() for side in sides]
@@ -266,21 +267,25 @@ class FusedDoor:
         peak = scale.abs().amax() * max(prepared.columns.shape[0], 1)
         return PullSide(kernels.STEP, prepared.columns, perturbed.columns, scale[:, 0], reached, peak)
 
-    def _pull_group(self, sides: list["PullSide"], index: int, group: slice, unit: float) -> None:
+    def _gradient_memory(self) -> Tensor:
+        """[1 or 2, rows of the score gradient that exist at once, candidates] in float16, for one chunk after the other."""
+        parts = 2 if self.precision == "high" else 1
+        candidates = padded(self.num_candidates, TILE)
+        rows_that_fit = max(CHUNK_BYTES // (2 * candidates * parts) // TILE * TILE, TILE)
+        rows = min(CHUNK_ROWS, rows_that_fit, padded(max(group.stop - group.start for group in self.chunks), TILE))
+        return torch.empty(parts, rows, candidates, dtype=torch.float16, device=self.order.device)
+
+    def _pull_group(self, sides: list["PullSide"], index: int, group: slice, unit: float, memory: Tensor) -> None:
         """All chunks of a group of queries: gradient tiles, then the library's products with them."""
-        split = self.precision == "high"
         all_rows = len(self.order)
-        rows_that_fit = max(CHUNK_BYTES // (2 * self.num_candidates * (2 if split else 1)) // TILE * TILE, TILE)
-        size = min(CHUNK_ROWS, rows_that_fit)
+        size = memory.shape[1]
         operands = self._operands(unit)
         for begin in range(group.start, group.stop, size):
             end = min(begin + size, group.stop)
             first_column = begin if self.mirrored else 0
             width = (all_rows if self.mirrored else self.num_candidates) - first_column
             stride = padded(width, TILE)  # the library's products are slow where a length is odd
-            buffers = [
-                torch.empty(end - begin, stride, dtype=torch.float16, device=self.order.device) for _ in range(1 + split)
-            ]
+            buffers = [part.view(-1)[: (end - begin) * stride].view(end - begin, stride) for part in memory]
             side = sides[index]
             # columns of one set of embeddings are queries too, group by group; other candidates are one group
             for other, columns in enumerate(self.chunks if self.mirrored else [slice(0, self.num_candidates)]):
