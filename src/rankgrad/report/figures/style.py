@@ -1,0 +1,151 @@
+"""One look for all pictures, light and dark: colours with fixed meanings, sizes for a talk, and the furniture around a panel.
+
+The colours are Okabe and Ito's and shades of one blue, told apart by all eyes and in grey. What a colour means never changes:
+the exact metric has the colour of the text, relevant items are blue, irrelevant ones orange, what else is compared is green,
+and the values of one setting are shades of blue, from faint to strong as the setting grows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+# a slide of 16 : 9, in inches; at 144 dots it has the pixels of a full HD screen
+SIZE = (13.333, 7.5)
+DOTS = 144
+BODY, SMALL, PANEL, HEADLINE = 15, 13, 16, 22
+LEFT = 0.06
+"""Where the text of a slide begins, as a share of its width."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Colours of a picture by what they mean."""
+
+    background: str
+    ink: str  # text, and the exact metric
+    muted: str  # what explains
+    grid: str
+    relevant: str
+    irrelevant: str
+    other: str  # whatever else is compared
+    shades: tuple[str, str, str]  # a setting that grows
+
+    @property
+    def settings(self) -> dict[Any, Any]:
+        """What matplotlib has to know while it draws and saves."""
+        return {
+            "font.family": "DejaVu Sans",  # comes with matplotlib, so the picture is the same everywhere
+            "font.size": BODY,
+            "text.color": self.ink,
+            "figure.facecolor": self.background,
+            "savefig.facecolor": self.background,
+            "axes.facecolor": self.background,
+            "axes.edgecolor": self.muted,
+            "axes.labelcolor": self.muted,
+            "axes.labelsize": BODY,
+            "axes.labelpad": 8,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.axisbelow": True,
+            "xtick.color": self.muted,
+            "ytick.color": self.muted,
+            "xtick.labelsize": SMALL,
+            "ytick.labelsize": SMALL,
+            "xtick.major.size": 0,
+            "ytick.major.size": 0,
+            "lines.linewidth": 2.8,
+            "lines.solid_capstyle": "round",
+            "svg.hashsalt": "rankgrad",  # the same picture gives the same file
+        }
+
+
+LIGHT = Look(
+    background="#FFFFFF",
+    ink="#16191D",
+    muted="#59626E",
+    grid="#E4E7EB",
+    relevant="#0072B2",
+    irrelevant="#D55E00",
+    other="#009E73",
+    shades=("#4A9FDC", "#1B6DB0", "#0A3566"),
+)
+DARK = Look(
+    background="#14171C",
+    ink="#F3F5F7",
+    muted="#AAB3BF",
+    grid="#2C323A",
+    relevant="#56B4E9",
+    irrelevant="#F28E4C",
+    other="#2CC295",
+    shades=("#3F86C0", "#6BBAF0", "#CDE8FC"),
+)
+
+
+def slide(look: Look, headline: str, explanation: str) -> Figure:
+    """An empty figure with its finding in one line and what is seen in another."""
+    figure = Figure(figsize=SIZE)
+    figure.text(LEFT, 0.938, headline, fontsize=HEADLINE, fontweight="bold", va="center")
+    figure.text(LEFT, 0.876, explanation, fontsize=BODY, color=look.muted, va="center")
+    return figure
+
+
+def three_panels(figure: Figure) -> list[Axes]:
+    """Side by side, with room for labels at the ends of curves."""
+    return [figure.add_axes((LEFT + 0.325 * column, 0.12, 0.225, 0.575)) for column in range(3)]
+
+
+def furnish(axes: Axes, look: Look, *, title: str = "", colour: str | None = None, x: str, y: str) -> None:
+    """Names of a panel and its axes, that of the heights upright above them, and lines to read heights by."""
+    if title:
+        axes.set_title(title, loc="left", fontsize=PANEL, fontweight="bold", color=colour or look.ink, pad=38)
+    axes.annotate(
+        y, (0, 1), xytext=(0, 10), xycoords="axes fraction", textcoords="offset points", color=look.muted, fontsize=SMALL
+    )
+    axes.set_xlabel(x, fontsize=SMALL)
+    axes.grid(axis="y", color=look.grid, linewidth=1)
+    axes.spines["left"].set_visible(False)
+
+
+def log_axis(axes: Axes, ticks: Sequence[int]) -> None:
+    """A logarithmic x axis that names these values and nothing else."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def say(axes: Axes, place: tuple[float, float], text: str, colour: str, **more: Any) -> None:
+    """A label at a point of the data, in the colour of what it names, with a rim that keeps lines away from it."""
+    rim = withStroke(linewidth=4, foreground=axes.get_facecolor())
+    options: dict[str, Any] = {"fontsize": SMALL, "fontweight": "bold", "ha": "left", "va": "center", "xytext": (8, 0), **more}
+    axes.annotate(text, place, color=colour, textcoords="offset points", annotation_clip=False, path_effects=[rim], **options)
+
+
+def name_ends(axes: Axes, end: float, names: Sequence[tuple[float, str, str]]) -> None:
+    """Labels (height, text, colour) beside the right ends of curves, moved apart where they would touch."""
+    low, high = axes.get_ylim()
+    points = axes.get_position().height * SIZE[1] * 72
+    least = 1.35 * SMALL * (high - low) / points
+    rows = sorted(names)
+    heights = np.array([height for height, _, _ in rows])
+    # each label as low as the one beneath allows, then the whole column back to where its curves end
+    stacked = np.maximum.accumulate(heights - least * np.arange(len(rows))) + least * np.arange(len(rows))
+    stacked -= (stacked - heights).mean()
+    stacked += max(low - stacked[0], 0) + min(high - stacked[-1], 0)
+    for (_, text, colour), height in zip(rows, stacked, strict=True):
+        say(axes, (end, float(height)), text, colour)
+
+
+def save(figure: Figure, path: Path, look: Look) -> None:
+    """Write the picture; a file of the same numbers has the same bytes."""
+    metadata: dict[str, Any] = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    with mpl.rc_context(look.settings):
+        figure.savefig(path, dpi=DOTS, metadata=metadata)
