@@ -1,0 +1,87 @@
+"""Stanford Cars 196: the first 98 models train, the others test; both annotation layouts that are around."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankgrad.data.readers.source import DataSet, Reader, Size, Source
+from rankgrad.data.table import path_complaint
+
+CLASSES = 196
+TRAINING_CLASSES = 98
+ALL = "cars_annos.mat"
+# folder of images and its annotations
+DEVKIT = {"cars_train": "cars_train_annos.mat", "cars_test": "cars_test_annos_withlabels.mat"}
+
+
+def read_cars(source: Source) -> DataSet:
+    """cars_annos.mat, or the devkit's two files, whose own split into training and test is for classification."""
+    folder, mark = source.folder(ALL, "devkit/cars_train_annos.mat", "cars_train_annos.mat")
+    if mark == ALL:
+        listed = list(_records(source, folder / ALL, "relative_im_path", prefix=""))
+    else:
+        listed = []
+        for images, name in DEVKIT.items():
+            # the labelled test list came later and lies beside the devkit as often as in it
+            places = [folder / "devkit" / name, folder / name]
+            path = next((place for place in places if place.is_file()), places[0])
+            listed += _records(source, source.file(path), "fname", prefix=f"{images}/")
+    _check_duplicates(source, listed)
+    source.problems.settle()
+
+    labels = np.array([label for _, label, _ in listed], dtype=np.int64)
+    splits = {}
+    for split, chosen in (("train", labels <= TRAINING_CLASSES), ("test", labels > TRAINING_CLASSES)):
+        index = np.flatnonzero(chosen)
+        splits[split] = source.table(split, folder, [listed[i][0] for i in index], labels[index])
+    return source.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 2, 4, 8))
+
+
+def _records(source: Source, path: Path, field: str, *, prefix: str) -> Iterator[tuple[str, int, str]]:
+    """Image, class and place of every usable record."""
+    for number, record in enumerate(_annotations(path, (field, "class")), start=1):
+        image, label = record[field], record["class"]
+        where = f"{path}: annotation {number}"
+        complaint = path_complaint(image) if isinstance(image, str) else f"{field} must be text, got {image!r}"
+        if complaint:
+            source.problems.add(where, complaint)
+        elif not isinstance(label, (int, np.integer)) or not 1 <= label <= CLASSES:
+            source.problems.add(where, f"class must be an integer from 1 to {CLASSES}, got {label!r}")
+        else:
+            yield f"{prefix}{image}", int(label), where
+
+
+def _annotations(path: Path, fields: tuple[str, ...]) -> Any:
+    from scipy.io import loadmat  # type: ignore[import-untyped]
+
+    try:
+        content = loadmat(path, squeeze_me=True, variable_names=["annotations"])
+    except Exception as error:  # a damaged file makes scipy raise whatever it stumbles over
+        raise ValueError(f"cars: {path} is no readable MATLAB file ({type(error).__name__}: {error})") from error
+    annotations = np.atleast_1d(content.get("annotations", np.empty(0)))
+    names = annotations.dtype.names or ()
+    absent = [name for name in fields if name not in names]
+    if absent:
+        raise ValueError(
+            f"cars: {path} must hold a struct array 'annotations' with the fields {' and '.join(fields)}, "
+            f"got {'the fields ' + ', '.join(names) if names else 'none'}"
+        )
+    return annotations
+
+
+def _check_duplicates(source: Source, listed: list[tuple[str, int, str]]) -> None:
+    first: dict[str, str] = {}
+    for image, _, where in listed:
+        if first.setdefault(image, where) != where:
+            source.problems.add(where, f"{image!r} was listed before, at {first[image]}")
+
+
+CARS = Reader(
+    name="cars",
+    title="Stanford Cars 196",
+    layout=f"{ALL} and car_ims, or devkit/cars_train_annos.mat, cars_test_annos_withlabels.mat, cars_train and cars_test",
+    load=read_cars,
+    sizes={"train": (Size(8_054, 98),), "test": (Size(8_131, 98),)},
+)

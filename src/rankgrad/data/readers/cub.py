@@ -1,0 +1,46 @@
+"""CUB-200-2011: birds; the first hundred species train, the others test."""
+
+import numpy as np
+
+from rankgrad.data.readers.source import DataSet, Reader, Size, Source
+from rankgrad.data.readers.text import Column, Rows
+
+TRAINING_CLASSES = 100
+
+
+def read_cub(source: Source) -> DataSet:
+    """images.txt and image_class_labels.txt, joined by image id. train_test_split.txt is for classification."""
+    folder, _ = source.folder("images.txt")
+    images = source.rows(folder / "images.txt", Column("image_id", "integer", unique=True), Column("path", "path", unique=True))
+    classes = source.rows(
+        folder / "image_class_labels.txt",
+        Column("image_id", "integer", unique=True),
+        Column("class_id", "integer", choices=tuple(str(i) for i in range(1, 201))),
+    )
+    class_of = dict(zip(classes.integers("image_id").tolist(), classes.integers("class_id").tolist(), strict=True))
+    for i, image in enumerate(images.integers("image_id").tolist()):
+        if image not in class_of:
+            source.problems.add(images.where(i), f"image {image} has no class in {classes.path.name}")
+    source.problems.settle()
+
+    labels = np.array([class_of[image] for image in images.integers("image_id").tolist()], dtype=np.int64)
+    splits = {}
+    for split, chosen in (("train", labels <= TRAINING_CLASSES), ("test", labels > TRAINING_CLASSES)):
+        index = np.flatnonzero(chosen)
+        splits[split] = source.table(
+            split,
+            folder,
+            [f"images/{images.texts['path'][i]}" for i in index],
+            labels[index],
+            listed_at=Rows(images.path, [images.lines[i] for i in index]),
+        )
+    return source.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 2, 4, 8))
+
+
+CUB = Reader(
+    name="cub",
+    title="Caltech-UCSD Birds 200-2011",
+    layout="CUB_200_2011.tgz unpacked: images.txt, image_class_labels.txt and images",
+    load=read_cub,
+    sizes={"train": (Size(5_864, 100),), "test": (Size(5_924, 100),)},
+)

@@ -1,0 +1,58 @@
+"""iNaturalist 2018 in the split of Smooth-AP: species, disjoint between training and test."""
+
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from rankgrad.data.readers.source import DataSet, Reader, Size, Source
+from rankgrad.data.readers.text import Column, Rows, positions
+
+LIST = "Inaturalist_{}_set1.txt"
+
+
+def read_inat(source: Source) -> DataSet:
+    """Lists of paths train_val2018/<supercategory>/<category>/<image>; the two folders together are the class."""
+    folder, mark = source.folder(f"Inat_dataset_splits/{LIST.format('train')}", LIST.format("train"))
+    where = (folder / mark).parent
+    lists = {split: source.rows(where / LIST.format(split), Column("path", "path", unique=True)) for split in ("train", "test")}
+    for rows in lists.values():
+        _check(rows, source)
+    source.problems.settle()
+
+    together = [path for rows in lists.values() for path in rows.texts["path"]]
+    parts = [PurePosixPath(path).parts for path in together]
+    # by number, not by text: category 10 comes after 9
+    classes = sorted({(part[1], int(part[2])) for part in parts})
+    place = {key: i for i, key in enumerate(classes)}
+    labels = np.array([place[part[1], int(part[2])] for part in parts], dtype=np.int64)
+    names, categories = positions([part[1] for part in parts])
+    splits, start = {}, 0
+    for split, rows in lists.items():
+        chosen = slice(start, start + len(rows))
+        splits[split] = source.table(
+            split,
+            folder,
+            rows.texts["path"],
+            labels[chosen],
+            categories=categories[chosen],
+            category_names=names,
+            listed_at=rows,
+        )
+        start += len(rows)
+    return source.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 4, 16, 32))
+
+
+def _check(rows: Rows, source: Source) -> None:
+    for i, path in enumerate(rows.texts["path"]):
+        parts = PurePosixPath(path).parts
+        if len(parts) != 4 or not (parts[2].isascii() and parts[2].isdigit()):
+            source.problems.add(rows.where(i), f"a path like train_val2018/Aves/3021/x.jpg wanted, got {path!r}")
+
+
+INAT = Reader(
+    name="inat",
+    title="iNaturalist 2018, split of Smooth-AP",
+    layout=f"{LIST.format('train')} and {LIST.format('test')} (of Smooth-AP) in Inat_dataset_splits, beside it train_val2018",
+    load=read_inat,
+    sizes={"train": (Size(325_846, 5_690),), "test": (Size(136_093, 2_452),)},
+)

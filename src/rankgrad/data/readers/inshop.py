@@ -1,0 +1,67 @@
+"""In-Shop Clothes Retrieval (DeepFashion): garments, a query set and a gallery."""
+
+import re
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from rankgrad.data.readers.source import DataSet, Reader, Size, Source
+from rankgrad.data.readers.text import Column, Rows, positions
+
+LIST = "list_eval_partition.txt"
+COLUMNS = (
+    Column("image_name", "path", unique=True),
+    Column("item_id"),
+    Column("evaluation_status", choices=("train", "query", "gallery")),
+)
+_ITEM = re.compile(r"id_([0-9]{1,18})")
+
+
+def read_inshop(source: Source) -> DataSet:
+    """One list for all; the category of an image is gender and type in its path, img/WOMEN/Dresses/..."""
+    folder, mark = source.folder(f"Eval/{LIST}", LIST)
+    rows = source.rows(folder / mark, *COLUMNS, header=True, counted=True)
+    _check(rows, source)
+    source.problems.settle()
+
+    paths = rows.texts["image_name"]
+    items = np.array([int(item.removeprefix("id_")) for item in rows.texts["item_id"]], dtype=np.int64)
+    names, categories = positions(["/".join(PurePosixPath(path).parts[1:3]) for path in paths])
+    status = np.array(rows.texts["evaluation_status"])
+    # img.zip unpacks into img; the benchmark's own tree keeps it in Img
+    root = folder if (folder / "img").is_dir() or not (folder / "Img" / "img").is_dir() else folder / "Img"
+    splits = {}
+    for split, chosen in (("train", status == "train"), ("test", status != "train")):
+        index = np.flatnonzero(chosen)
+        splits[split] = source.table(
+            split,
+            root,
+            [paths[i] for i in index],
+            items[index],
+            categories=categories[index],
+            category_names=names,
+            listed_at=Rows(rows.path, [rows.lines[i] for i in index]),
+            **({} if split == "train" else {"is_query": status[index] == "query", "is_gallery": status[index] == "gallery"}),
+        )
+    source.notes.append(
+        "FastAP states 28,760 test images and RaMBO 54,642 images of 11,735 classes in all; "
+        "the files have 26,830 and 52,712 of 7,982, which is what counts here"
+    )
+    return source.finish(splits, protocols={"test": "query-gallery"}, ks=(1, 10, 20, 30, 40, 50))
+
+
+def _check(rows: Rows, source: Source) -> None:
+    for i, (path, item) in enumerate(zip(rows.texts["image_name"], rows.texts["item_id"], strict=True)):
+        if not _ITEM.fullmatch(item):
+            source.problems.add(rows.where(i), f"item_id must be like id_00000002, got {item!r}")
+        if len(PurePosixPath(path).parts) < 4:
+            source.problems.add(rows.where(i), f"image_name must be like img/WOMEN/Dresses/id_00000002/x.jpg, got {path!r}")
+
+
+INSHOP = Reader(
+    name="inshop",
+    title="In-Shop Clothes Retrieval (DeepFashion)",
+    layout=f"Eval/{LIST} (or {LIST} beside the images) and img.zip, not img_highres.zip, unpacked: img/WOMEN, img/MEN",
+    load=read_inshop,
+    sizes={"train": (Size(25_882, 3_997),), "test": (Size(26_830, 3_985, queries=14_218),)},
+)

@@ -1,0 +1,185 @@
+"""Your own images as a CSV file: path, label, split, and what else is known. open-metric-learning's files are of this kind."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankgrad.data.readers.folder import split_by_class
+from rankgrad.data.readers.source import DataSet, Reader, Source
+from rankgrad.data.readers.text import Problems, Rows, as_labels, brief, numbered_csv, positions
+from rankgrad.data.table import Table, path_complaint
+
+SPLITS = ("train", "validation", "test")
+REQUIRED = ("path", "label")
+BOX = ("x_1", "y_1", "x_2", "y_2")
+KNOWN = (*REQUIRED, "split", "category", "is_query", "is_gallery", *BOX)
+# pandas writes 1.0 for a flag in a column with empty cells
+FLAGS = {"": False, "true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+def read_csv(source: Source) -> DataSet:
+    """A line per image; without a column split the first half of the classes trains and the second tests."""
+    path = _manifest(source)
+    rows = _read(source, path)
+    _check(rows, source.problems)
+    source.problems.settle()
+    if not len(rows):
+        raise ValueError(f"{source.name}: {path} lists no image")
+    columns = _columns(rows)
+    if "split" in rows.texts:
+        named = np.array(rows.texts["split"])
+        splits = {
+            split: _table(source, split, rows, columns, np.flatnonzero(named == split)) for split in SPLITS if split in named
+        }
+    else:
+        splits = split_by_class(source, _table(source, "all", rows, columns, np.arange(len(rows))))
+    protocols = {
+        split: "all-vs-all" if table.is_query is None else "query-gallery"
+        for split, table in splits.items()
+        if split != "train"
+    }
+    if not protocols:
+        source.notes.append("it has only training images: nothing to evaluate on")
+    return source.finish(splits, protocols=protocols, ks=(1, 10, 100))
+
+
+def _manifest(source: Source) -> Path:
+    if source.root.is_file():
+        return source.root
+    if (source.root / "dataset.csv").is_file():
+        return source.root / "dataset.csv"
+    found = sorted(source.root.glob("*.csv"))
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found) or "none"
+        raise FileNotFoundError(
+            f"{source.name}: {source.root} must hold one CSV file or dataset.csv, got {names}: name the file"
+        )
+    return found[0]
+
+
+def _read(source: Source, path: Path) -> Rows:
+    lines = numbered_csv(path, source.problems)
+    _, header = next(lines, (1, []))
+    _check_header(source, path, header)
+    rows = Rows(path, texts={name: [] for name in header})
+    for number, values in lines:
+        if len(values) != len(header):
+            complaint = f"{len(header)} columns wanted ({','.join(header)}), got {len(values)}: {brief(','.join(values))}"
+            source.problems.add(f"{path}:{number}", complaint)
+            continue
+        rows.lines.append(number)
+        for name, value in zip(header, values, strict=True):
+            rows.texts[name].append(value)
+    ignored = [name for name in header if name not in KNOWN]
+    if ignored:
+        source.notes.append(f"columns that mean nothing here: {', '.join(map(repr, ignored))}")
+    return rows
+
+
+def _check_header(source: Source, path: Path, header: list[str]) -> None:
+    # a bad first line has been noted by the time the header is missed
+    source.problems.settle()
+    absent = [name for name in REQUIRED if name not in header]
+    if any(name in header for name in ("is_query", "is_gallery")):
+        absent += [name for name in ("split", "is_query", "is_gallery") if name not in header]
+    if any(name in header for name in BOX):
+        absent += [name for name in BOX if name not in header]
+    if absent:
+        hint = " (columns are separated by commas)" if len(header) == 1 else ""
+        raise ValueError(
+            f"{source.name}: {path}:1: the header lacks {', '.join(absent)}, got {brief(','.join(header))}{hint}. "
+            f"Wanted: {source.reader.layout}"
+        )
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise ValueError(f"{source.name}: {path}:1: columns named twice: {', '.join(twice)}")
+
+
+def _check(rows: Rows, problems: Problems) -> None:
+    first: dict[tuple[str, ...], int] = {}
+    keys = [rows.texts[name] for name in ("path", *BOX) if name in rows.texts]
+    for i, line in enumerate(rows.lines):
+        values = {name: texts[i] for name, texts in rows.texts.items()}
+        for complaint in _complaints(values):
+            problems.add(rows.where(i), complaint)
+        before = first.setdefault(tuple(key[i] for key in keys), line)
+        if before != line:
+            problems.add(rows.where(i), f"path {brief(values['path'])} was listed before, in line {before}")
+
+
+def _complaints(values: dict[str, str]) -> Iterator[str]:
+    complaint = path_complaint(values["path"])
+    if complaint:
+        yield complaint
+    if not values["label"]:
+        yield "label is empty"
+    if values.get("split", SPLITS[0]) not in SPLITS:
+        yield f"split must be one of {', '.join(SPLITS)}, got {brief(values['split'])}"
+    for name in ("is_query", "is_gallery"):
+        if values.get(name, "").lower() not in FLAGS:
+            yield f"{name} must be true, false or empty, got {brief(values[name])}"
+    if BOX[0] in values and any(values[name] for name in BOX):
+        box = [_number(values[name]) for name in BOX]
+        if not (all(map(math.isfinite, box)) and 0 <= box[0] < box[2] and 0 <= box[1] < box[3]):
+            told = ", ".join(values[name] for name in BOX)
+            yield f"a box must have 0 <= x_1 < x_2 and 0 <= y_1 < y_2 (or be empty), got {told}"
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _columns(rows: Rows) -> dict[str, Any]:
+    columns: dict[str, Any] = {"labels": as_labels(rows.texts["label"])}
+    categories = rows.texts.get("category", [])
+    if any(categories):
+        # the empty name sorts first, so that unlabelled becomes -1
+        names, places = positions(["", *categories])
+        columns["categories"], columns["category_names"] = places[1:] - 1, names[1:]
+    if BOX[0] in rows.texts:
+        cells = [[_number(cell) for cell in rows.texts[name]] for name in BOX]
+        columns["boxes"] = np.array(cells, dtype=np.float64).T
+    for name in ("is_query", "is_gallery"):
+        if name in rows.texts:
+            columns[name] = np.array([FLAGS[flag.lower()] for flag in rows.texts[name]], dtype=np.bool_)
+    return columns
+
+
+def _table(source: Source, split: str, rows: Rows, columns: dict[str, Any], index: NDArray[np.int64]) -> Table:
+    listed_at = Rows(rows.path, [rows.lines[i] for i in index])
+    known = {name: values if name == "category_names" else values[index] for name, values in columns.items()}
+    labels = known.pop("labels")
+    if "is_query" in known:
+        _settle_flags(source, split, listed_at, known)
+    paths = [rows.texts["path"][i] for i in index]
+    return source.table(split, rows.path.parent, paths, labels, listed_at=listed_at, **known)
+
+
+def _settle_flags(source: Source, split: str, listed_at: Rows, known: dict[str, Any]) -> None:
+    """Take the flags away where they say nothing: in train, where all are empty, where every image is both."""
+    is_query, is_gallery = known["is_query"], known["is_gallery"]
+    both = bool(is_query.all() and is_gallery.all())
+    if split == "train" or both or not (is_query.any() or is_gallery.any()):
+        del known["is_query"], known["is_gallery"]
+        return
+    for i in np.flatnonzero(~(is_query | is_gallery)).tolist():
+        source.problems.add(listed_at.where(i), f"an image of {split} must be query or gallery or both, this one is neither")
+    for name, flags in (("is_query", is_query), ("is_gallery", is_gallery)):
+        if not flags.any():
+            source.problems.add(str(listed_at.path), f"{split} has no image with {name}")
+
+
+CSV = Reader(
+    name="csv",
+    title="your images, listed in a CSV file",
+    layout=f"columns path,label and, if wanted, split ({', '.join(SPLITS)}), category, is_query, is_gallery, {', '.join(BOX)}; "
+    "paths are relative to the file",
+    load=read_csv,
+)

@@ -1,0 +1,220 @@
+"""Lists in text files, read with distrust: every complaint names file and line, and ten of them come in one error."""
+
+import csv
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankgrad.data.table import path_complaint
+
+# no list of a data set has a line near this; what has one is another kind of file
+MAX_LINE = 1 << 16
+SHOWN = 10
+# 18 digits fit into int64
+_INTEGER = re.compile(r"[0-9]{1,18}")
+
+
+class Problems:
+    """What is wrong with the lists of a data set, said in one error once all of them are read."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._found: list[str] = []
+
+    def add(self, where: str, sentence: str) -> None:
+        self._found.append(f"{where}: {sentence}")
+
+    def settle(self) -> None:
+        """Raise if there were any."""
+        if self._found:
+            heading = "1 problem" if len(self._found) == 1 else f"{len(self._found):,} problems"
+            raise ValueError(f"{self.name}: {heading} in its lists:\n{listing(self._found)}")
+
+
+def listing(entries: Sequence[str]) -> str:
+    """The first ten entries, one a line, and how many more there are."""
+    shown = [f"  {entry}" for entry in entries[:SHOWN]]
+    if len(entries) > SHOWN:
+        shown.append(f"  and {len(entries) - SHOWN:,} more")
+    return "\n".join(shown)
+
+
+def brief(text: str) -> str:
+    """Quoted, and cut where it is long."""
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def numbered_lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
+    """Number and text of each line with its line end; a byte order mark is dropped, a bad line is a problem."""
+    with path.open("rb") as file:
+        number = 0
+        while raw := file.readline(MAX_LINE + 1):
+            number += 1
+            where = f"{path}:{number}"
+            if len(raw) > MAX_LINE:
+                problems.add(where, f"the line is longer than {MAX_LINE // 1024} KiB, this is not the list it should be")
+                return
+            if b"\0" in raw:
+                problems.add(where, "the line holds a NUL byte, this is not a text file")
+                continue
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                problems.add(where, f"not UTF-8 at byte {error.start + 1} of the line ({raw[error.start : error.start + 1]!r})")
+                continue
+            yield number, text
+
+
+def numbered_csv(path: Path, problems: Problems) -> Iterator[tuple[int, list[str]]]:
+    """First line and cells of each row of a CSV file that is not empty; what is no CSV is a problem and ends it."""
+    current = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal current
+        for current, text in numbered_lines(path, problems):  # noqa: B007 (read below, after a row is complete)
+            yield text
+
+    reader = csv.reader(texts(), strict=True)
+    while True:
+        start = current + 1
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            problems.add(f"{path}:{start}", f"the row that begins here is no CSV ({error})")
+            return
+        if values:
+            yield start, [value.strip() for value in values]
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one column of a list must hold.
+
+    Attributes:
+        name: as in the header or in the data set's description.
+        kind: "integer" (not negative), "path" (below the data set's folder) or "text".
+        unique: no value may come twice.
+        choices: the values allowed; any if empty.
+    """
+
+    name: str
+    kind: Literal["integer", "path", "text"] = "text"
+    unique: bool = False
+    choices: tuple[str, ...] = ()
+
+    def complaint(self, value: str) -> str | None:
+        """Why `value` cannot stand in this column; None when it can."""
+        if self.kind == "integer" and not _INTEGER.fullmatch(value):
+            return f"{self.name} must be an integer, got {brief(value)}"
+        if self.choices and value not in self.choices:
+            return f"{self.name} must be one of {', '.join(self.choices)}, got {brief(value)}"
+        return path_complaint(value) if self.kind == "path" else None
+
+
+@dataclass
+class Rows:
+    """A list by columns, bad rows left out, with the line each row came from."""
+
+    path: Path
+    lines: list[int] = field(default_factory=list)
+    texts: dict[str, list[str]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def integers(self, name: str) -> NDArray[np.int64]:
+        return np.array([int(text) for text in self.texts[name]], dtype=np.int64)
+
+    def where(self, row: int) -> str:
+        return f"{self.path}:{self.lines[row]}"
+
+
+def read_rows(
+    path: Path, columns: Sequence[Column], problems: Problems, *, header: bool = False, counted: bool = False
+) -> Rows:
+    """A list of columns separated by white space.
+
+    Args:
+        path: the file.
+        columns: what a line holds. With a single column, spaces belong to it.
+        problems: receives what is wrong.
+        header: the first line names the columns.
+        counted: before all others there is a line with the number of rows, as in DeepFashion.
+    """
+
+    def fields() -> Iterator[tuple[int, list[str]]]:
+        for number, line in numbered_lines(path, problems):
+            values = line.split() if len(columns) > 1 else [line.strip()]
+            if values and values != [""]:
+                yield number, values
+
+    lines = fields()
+    stated = None
+    if counted:
+        number, values = next(lines, (1, []))
+        if len(values) == 1 and _INTEGER.fullmatch(values[0]):
+            stated = int(values[0])
+        else:
+            problems.add(f"{path}:{number}", f"the number of rows wanted, got {brief(' '.join(values))}")
+    if header:
+        number, values = next(lines, (1, []))
+        names = [column.name for column in columns]
+        if values != names:
+            problems.add(f"{path}:{number}", f"the header {' '.join(names)!r} wanted, got {brief(' '.join(values))}")
+    rows = check_rows(path, lines, columns, problems)
+    if stated is not None and stated != len(rows):
+        problems.add(f"{path}:1", f"{stated:,} rows announced, {len(rows):,} found: the file is cut or was changed")
+    return rows
+
+
+def check_rows(path: Path, lines: Iterable[tuple[int, list[str]]], columns: Sequence[Column], problems: Problems) -> Rows:
+    """The numbered `lines` as columns; a line that is not as it should be is a problem and left out."""
+    rows = Rows(path, texts={column.name: [] for column in columns})
+    seen: dict[str, dict[str, int]] = {column.name: {} for column in columns if column.unique}
+    for number, values in lines:
+        complaint = _line_complaint(values, columns, seen, number)
+        if complaint:
+            problems.add(f"{path}:{number}", complaint)
+            continue
+        rows.lines.append(number)
+        for column, value in zip(columns, values, strict=True):
+            rows.texts[column.name].append(value)
+    return rows
+
+
+def _line_complaint(values: list[str], columns: Sequence[Column], seen: dict[str, dict[str, int]], number: int) -> str | None:
+    if len(values) != len(columns):
+        names = " ".join(column.name for column in columns)
+        return f"{len(columns)} columns wanted ({names}), got {len(values)}: {brief(' '.join(values))}"
+    for column, value in zip(columns, values, strict=True):
+        complaint = column.complaint(value)
+        if complaint:
+            return complaint
+        if column.unique:
+            # 7 and 007 are one image
+            key = str(int(value)) if column.kind == "integer" else value
+            first = seen[column.name].setdefault(key, number)
+            if first != number:
+                return f"{column.name} {brief(value)} was listed before, in line {first}"
+    return None
+
+
+def as_labels(texts: Sequence[str]) -> NDArray[np.int64]:
+    """Integers as they are; where any is something else, positions among the sorted different texts."""
+    if all(map(_INTEGER.fullmatch, texts)):
+        return np.array([int(text) for text in texts], dtype=np.int64)
+    return positions(texts)[1]
+
+
+def positions(texts: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """The different texts, sorted, and the place of each text among them."""
+    names = tuple(sorted(set(texts)))
+    place = {name: i for i, name in enumerate(names)}
+    return names, np.array([place[text] for text in texts], dtype=np.int64)

@@ -1,0 +1,221 @@
+"""A data set before it is images: a checked list of files with their classes, one value per split."""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+# absolute (also a Windows drive), or a way up and out
+_OUTSIDE = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(?:^|[/\\])\.\.(?:[/\\]|$)")
+
+
+def path_complaint(path: str) -> str | None:
+    """Why `path` cannot name a file below a root; None when it can."""
+    if not path or path.endswith("/"):
+        return f"a path must name a file, got {path!r}"
+    if "\0" in path:
+        return f"a path cannot hold a NUL character, got {path!r}"
+    if _OUTSIDE.search(path):
+        return f"a path must be relative and stay inside its folder, got {path!r}"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class GroundTruth:
+    """What is to be found, query by query, where classes do not say it (ROxford5k, RParis6k).
+
+    Each field has one int64 array per query, in the order of the table's query rows, of positions among its gallery rows.
+
+    Attributes:
+        easy: clearly visible.
+        hard: visible, but severely changed or occluded.
+        junk: neither right nor wrong, to be left out of the ranking.
+    """
+
+    easy: tuple[NDArray[np.int64], ...]
+    hard: tuple[NDArray[np.int64], ...]
+    junk: tuple[NDArray[np.int64], ...]
+
+    def __post_init__(self) -> None:
+        lengths = len(self.easy), len(self.hard), len(self.junk)
+        if len(set(lengths)) != 1:
+            raise ValueError(f"GroundTruth: easy, hard and junk must have one array per query, got {lengths} arrays")
+        for query, lists in enumerate(zip(self.easy, self.hard, self.junk, strict=True)):
+            together = np.concatenate(lists)
+            if together.dtype != np.int64:
+                raise TypeError(f"GroundTruth: query {query}: positions must be int64, got {together.dtype}")
+            if len(np.unique(together)) != len(together):
+                raise ValueError(f"GroundTruth: query {query}: an image may be in one of easy, hard and junk, and once")
+
+    def __len__(self) -> int:
+        return len(self.easy)
+
+    def select(self, queries: NDArray[np.int64], gallery: NDArray[np.int64], size: int) -> "GroundTruth":
+        """Of these queries, among these of `size` gallery images; what is no longer in the gallery leaves the lists."""
+        place = np.full(size, -1, dtype=np.int64)
+        place[gallery] = np.arange(len(gallery))
+
+        def kept(lists: tuple[NDArray[np.int64], ...]) -> tuple[NDArray[np.int64], ...]:
+            moved = (place[lists[query]] for query in queries)
+            return tuple(positions[positions >= 0] for positions in moved)
+
+        return GroundTruth(kept(self.easy), kept(self.hard), kept(self.junk))
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The images of one split and what is known of each.
+
+    Attributes:
+        name: data set and split, "sop/train".
+        root: folder that `paths` are relative to.
+        paths: [N] files, or names where `pixels` holds the images.
+        labels: [N] int64, the class of each image: any integers, -1 for an image of no class.
+        categories: [N] int64, positions in `category_names`, -1 for unlabelled. A property of the image: a class may
+            have images in several.
+        category_names: the names of the categories.
+        is_query: [N] bool. Without `is_query` and `is_gallery` every image is a query and a candidate for all others.
+        is_gallery: [N] bool.
+        boxes: [N, 4] float x1, y1, x2, y2 in pixels, the part of the file that is the image; nan for all of it.
+        pixels: [N, H, W] or [N, H, W, 3] uint8, the images themselves where there are no files.
+        ground_truth: what the queries should find, where labels do not say it.
+    """
+
+    name: str
+    root: Path
+    paths: tuple[str, ...]
+    labels: NDArray[np.int64]
+    categories: NDArray[np.int64] | None = None
+    category_names: tuple[str, ...] = ()
+    is_query: NDArray[np.bool_] | None = None
+    is_gallery: NDArray[np.bool_] | None = None
+    boxes: NDArray[np.float64] | None = None
+    pixels: NDArray[np.uint8] | None = None
+    ground_truth: GroundTruth | None = None
+
+    def __post_init__(self) -> None:
+        self._check_arrays()
+        for path in self.paths:
+            complaint = path_complaint(path)
+            if complaint:
+                raise ValueError(f"Table {self.name}: {complaint}")
+        if self.categories is not None and len(self.categories):
+            low, high = self.categories.min(), self.categories.max()
+            if low < -1 or high >= len(self.category_names):
+                raise ValueError(
+                    f"Table {self.name}: categories must lie in [-1, {len(self.category_names)}), the number of "
+                    f"category_names, got {low} to {high}"
+                )
+        if (self.is_query is None) != (self.is_gallery is None):
+            raise ValueError(f"Table {self.name}: is_query and is_gallery go together, got only one of them")
+        if self.ground_truth is not None:
+            self._check_ground_truth(self.ground_truth)
+
+    def _check_arrays(self) -> None:
+        items = len(self.paths)
+        for name, wanted, shape in (
+            ("labels", np.int64, (items,)),
+            ("categories", np.int64, (items,)),
+            ("is_query", np.bool_, (items,)),
+            ("is_gallery", np.bool_, (items,)),
+            ("boxes", np.floating, (items, 4)),
+        ):
+            array = getattr(self, name)
+            if array is None and name != "labels":
+                continue
+            if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, wanted):
+                got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+                raise TypeError(f"Table {self.name}: {name} must be a numpy array of {wanted.__name__}, got {got}")
+            if array.shape != shape:
+                raise ValueError(f"Table {self.name}: {name} must have shape {shape} for {items} paths, got {array.shape}")
+        if self.pixels is not None:
+            self._check_pixels(self.pixels)
+
+    def _check_pixels(self, pixels: NDArray[np.uint8]) -> None:
+        if pixels.dtype != np.uint8:
+            raise TypeError(f"Table {self.name}: pixels must be uint8, got {pixels.dtype}")
+        if len(pixels) != len(self.paths) or not (pixels.ndim == 3 or (pixels.ndim == 4 and pixels.shape[3] == 3)):
+            raise ValueError(
+                f"Table {self.name}: pixels must be [N, H, W] or [N, H, W, 3] for N = {len(self.paths)} paths, "
+                f"got shape {pixels.shape}"
+            )
+
+    def _check_ground_truth(self, truth: GroundTruth) -> None:
+        if self.is_query is None or self.is_gallery is None:
+            raise ValueError(f"Table {self.name}: ground_truth needs is_query and is_gallery")
+        queries, gallery = int(self.is_query.sum()), int(self.is_gallery.sum())
+        if len(truth) != queries:
+            raise ValueError(f"Table {self.name}: ground_truth is of {len(truth)} queries, the table has {queries}")
+        positions = np.concatenate([*truth.easy, *truth.hard, *truth.junk, np.empty(0, np.int64)])
+        if len(positions) and not 0 <= positions.min() <= positions.max() < gallery:
+            raise ValueError(
+                f"Table {self.name}: ground_truth must lie in [0, {gallery}), the gallery, "
+                f"got {positions.min()} to {positions.max()}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @cached_property
+    def num_classes(self) -> int:
+        """Different labels; -1, of no class, is none."""
+        return int((np.unique(self.labels) != -1).sum())
+
+    def file(self, i: int) -> Path:
+        """Where the image of row `i` lies."""
+        if self.pixels is not None:
+            raise ValueError(f"Table {self.name}: its images are no files, take pixels[{i}]")
+        return self.root / self.paths[i]
+
+    def select(self, index: ArrayLike) -> "Table":
+        """The rows of a boolean mask or of positions, in the order given."""
+        rows = np.asarray(index)
+        if rows.dtype == np.bool_:
+            if rows.shape != (len(self),):
+                raise ValueError(f"Table {self.name}: a mask must have shape ({len(self)},), got {rows.shape}")
+            rows = np.flatnonzero(rows)
+        elif rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
+            raise TypeError(f"Table {self.name}: select wants a mask or positions, got {rows.dtype} of shape {rows.shape}")
+        rows = rows.astype(np.int64)
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
+            raise IndexError(f"Table {self.name}: positions must lie in [0, {len(self)}), got {rows.min()} to {rows.max()}")
+        return replace(
+            self,
+            paths=tuple(self.paths[row] for row in rows.tolist()),
+            labels=self.labels[rows],
+            categories=None if self.categories is None else self.categories[rows],
+            is_query=None if self.is_query is None else self.is_query[rows],
+            is_gallery=None if self.is_gallery is None else self.is_gallery[rows],
+            boxes=None if self.boxes is None else self.boxes[rows],
+            pixels=None if self.pixels is None else self.pixels[rows],
+            ground_truth=self._selected_truth(rows),
+        )
+
+    def _selected_truth(self, rows: NDArray[np.int64]) -> GroundTruth | None:
+        if self.ground_truth is None or self.is_query is None or self.is_gallery is None:
+            return None
+        if len(np.unique(rows)) != len(rows):
+            raise ValueError(f"Table {self.name}: rows cannot be repeated, its ground truth names each image once")
+        # position of a row among the queries, and among the gallery
+        nth_query, nth_gallery = np.cumsum(self.is_query) - 1, np.cumsum(self.is_gallery) - 1
+        return self.ground_truth.select(
+            nth_query[rows[self.is_query[rows]]], nth_gallery[rows[self.is_gallery[rows]]], int(self.is_gallery.sum())
+        )
+
+
+def halves(table: Table) -> tuple[Table, Table]:
+    """The images of the first and of the second half of the classes by label: how RS@k sets training classes aside.
+
+    Of an odd number of classes the first half has one more.
+    """
+    classes = np.unique(table.labels)
+    if np.any(classes == -1):
+        raise ValueError(f"halves: {table.name} has images of no class (label -1), which belong to neither half")
+    if len(classes) < 2:
+        raise ValueError(f"halves: {table.name} must have at least 2 classes, got {len(classes)}")
+    in_first = table.labels < classes[(len(classes) + 1) // 2]
+    first, second = table.select(in_first), table.select(~in_first)
+    return replace(first, name=f"{table.name}-first-half"), replace(second, name=f"{table.name}-second-half")

@@ -1,0 +1,160 @@
+"""Table: what it refuses, and what selecting rows does to everything that belongs to a row."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rankgrad.data.table import GroundTruth, Table, halves
+
+
+def table(n: int = 6, **changes) -> Table:
+    values = {
+        "name": "toy/test",
+        "root": Path("/nowhere"),
+        "paths": tuple(f"a/{i}.jpg" for i in range(n)),
+        "labels": np.arange(n) // 2,
+        "categories": np.arange(n) % 3 - 1,
+        "category_names": ("x", "y"),
+        "is_query": np.arange(n) % 2 == 0,
+        "is_gallery": np.arange(n) % 2 == 1,
+        "boxes": np.tile(np.arange(n, dtype=np.float64)[:, None], 4),
+        "pixels": np.arange(n * 4, dtype=np.uint8).reshape(n, 2, 2),
+    }
+    return Table(**{**values, **changes})
+
+
+def positions(*lists: list[int]) -> tuple[np.ndarray, ...]:
+    return tuple(np.array(entries, dtype=np.int64) for entries in lists)
+
+
+def test_knows_its_length_classes_and_files():
+    plain = table(pixels=None)
+    assert len(plain) == 6
+    assert plain.num_classes == 3
+    assert plain.file(4) == Path("/nowhere/a/4.jpg")
+    assert replace(plain, labels=np.array([-1, -1, 5, 7, 7, -1])).num_classes == 2
+
+
+def test_a_table_of_pixels_has_no_files():
+    with pytest.raises(ValueError, match=r"Table toy/test: its images are no files, take pixels\[2\]"):
+        table().file(2)
+
+
+@pytest.mark.parametrize("index", [[4, 1, 1], np.array([4, 1, 1]), (4, 1, 1)])
+def test_select_takes_every_column_along(index):
+    chosen = table().select(index)
+    assert chosen.paths == ("a/4.jpg", "a/1.jpg", "a/1.jpg")
+    for name in ("labels", "categories", "is_query", "is_gallery", "boxes", "pixels"):
+        assert np.array_equal(getattr(chosen, name), getattr(table(), name)[[4, 1, 1]]), name
+    assert chosen.category_names == ("x", "y")
+
+
+def test_select_takes_masks_and_nothing():
+    assert table().select(table().labels == 1).paths == ("a/2.jpg", "a/3.jpg")
+    assert len(table().select([])) == 0
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        ([0, 6], IndexError, r"positions must lie in \[0, 6\), got 0 to 6"),
+        ([-1], IndexError, r"got -1 to -1"),
+        ([True, False], ValueError, r"a mask must have shape \(6,\), got \(2,\)"),
+        ([0.5], TypeError, "a mask or positions, got float64"),
+        ([[0]], TypeError, r"got int64 of shape \(1, 1\)"),
+    ],
+)
+def test_select_refuses(index, error, message):
+    with pytest.raises(error, match=message):
+        table().select(index)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"labels": np.zeros(5, np.int64)}, ValueError, r"labels must have shape \(6,\) for 6 paths, got \(5,\)"),
+        ({"labels": np.zeros(6)}, TypeError, "labels must be a numpy array of int64, got float64"),
+        ({"labels": np.zeros(6, np.int32)}, TypeError, "got int32"),
+        ({"labels": [0] * 6}, TypeError, "got list"),
+        ({"labels": None}, TypeError, "labels must be a numpy array of int64, got NoneType"),
+        ({"categories": np.full(6, 2)}, ValueError, r"categories must lie in \[-1, 2\).*got 2 to 2"),
+        ({"categories": np.full(6, -2)}, ValueError, "got -2 to -2"),
+        ({"is_query": np.zeros(6, np.int64)}, TypeError, "is_query must be a numpy array of bool"),
+        ({"is_gallery": None}, ValueError, "is_query and is_gallery go together"),
+        ({"boxes": np.zeros((6, 3))}, ValueError, r"boxes must have shape \(6, 4\)"),
+        ({"boxes": np.zeros((6, 4), np.int64)}, TypeError, "boxes must be a numpy array of floating"),
+        ({"pixels": np.zeros((6, 2, 2))}, TypeError, "pixels must be uint8, got float64"),
+        ({"pixels": np.zeros((6, 2, 2, 4), np.uint8)}, ValueError, r"\[N, H, W\] or \[N, H, W, 3\].*got shape \(6, 2, 2, 4\)"),
+        ({"pixels": np.zeros((5, 2, 2), np.uint8)}, ValueError, "for N = 6 paths"),
+    ],
+)
+def test_checks_its_columns(changes, error, message):
+    with pytest.raises(error, match=f"Table toy/test: .*{message}"):
+        table(**changes)
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../x.jpg", "a/../../x.jpg", "a/..", "C:\\x.jpg", "\\\\host\\x.jpg", "c:/x", "a\\..\\x"]
+)
+def test_a_path_must_stay_inside(path):
+    with pytest.raises(ValueError, match="a path must be relative and stay inside its folder"):
+        table(paths=(*table().paths[:5], path))
+
+
+@pytest.mark.parametrize(("path", "message"), [("", "must name a file"), ("a/", "must name a file"), ("a\0b", "NUL")])
+def test_a_path_must_name_a_file(path, message):
+    with pytest.raises(ValueError, match=message):
+        table(paths=(*table().paths[:5], path))
+
+
+@pytest.mark.parametrize("path", ["a..b/c.jpg", "..a.jpg", "a b/c.jpg", "ü/ß.jpg", "a/...jpg", "C:x.jpg"])
+def test_odd_names_are_fine(path):
+    assert table(paths=(*table().paths[:5], path)).paths[5] == path
+
+
+def test_ground_truth_follows_the_rows():
+    # rows 0 2 4 are the queries, rows 1 3 5 the gallery
+    truth = GroundTruth(easy=positions([0], [1, 2], []), hard=positions([1], [], [2]), junk=positions([2], [0], [0, 1]))
+    whole = table(ground_truth=truth)
+    chosen = whole.select([5, 4, 1, 2]).ground_truth
+    # queries are now rows 4 and 2, the gallery is rows 5 and 1: its old places 2 and 0
+    assert [entry.tolist() for entry in chosen.easy] == [[], [0]]
+    assert [entry.tolist() for entry in chosen.hard] == [[0], []]
+    assert [entry.tolist() for entry in chosen.junk] == [[1], [1]]
+    with pytest.raises(ValueError, match="rows cannot be repeated"):
+        whole.select([0, 1, 1])
+
+
+def test_ground_truth_is_checked():
+    fine = positions([0], [1], [2])
+    none = positions([], [], [])
+    with pytest.raises(ValueError, match=r"one array per query, got \(3, 3, 2\) arrays"):
+        GroundTruth(fine, none, none[:2])
+    with pytest.raises(ValueError, match="query 1: an image may be in one of easy, hard and junk, and once"):
+        GroundTruth(fine, none, positions([], [1], []))
+    with pytest.raises(TypeError, match="query 0: positions must be int64, got float64"):
+        GroundTruth((np.array([0.0]), *fine[1:]), none, none)
+    with pytest.raises(ValueError, match=r"ground_truth must lie in \[0, 3\), the gallery, got 0 to 3"):
+        table(ground_truth=GroundTruth(positions([0], [1], [3]), none, none))
+    with pytest.raises(ValueError, match="ground_truth is of 2 queries, the table has 3"):
+        table(ground_truth=GroundTruth(fine[:2], none[:2], none[:2]))
+    with pytest.raises(ValueError, match="ground_truth needs is_query and is_gallery"):
+        table(ground_truth=GroundTruth(fine, none, none), is_query=None, is_gallery=None)
+
+
+def test_halves_are_by_class_not_by_row():
+    labels = np.array([30, 10, 50, 20, 10, 40])
+    first, second = halves(table(labels=labels))
+    # five classes: three and two
+    assert (first.labels.tolist(), second.labels.tolist()) == ([30, 10, 20, 10], [50, 40])
+    assert (first.paths, second.paths) == (("a/0.jpg", "a/1.jpg", "a/3.jpg", "a/4.jpg"), ("a/2.jpg", "a/5.jpg"))
+    assert (first.name, second.name) == ("toy/test-first-half", "toy/test-second-half")
+
+
+def test_halves_need_classes():
+    with pytest.raises(ValueError, match="halves: toy/test must have at least 2 classes, got 1"):
+        halves(table(labels=np.zeros(6, np.int64)))
+    with pytest.raises(ValueError, match="images of no class"):
+        halves(table(labels=np.array([0, 0, 1, 1, -1, 2])))
