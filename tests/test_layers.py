@@ -23,10 +23,10 @@ MAY_IMPORT = {
     "recipes": {"rankgrad", "ops", "losses", "data", "models", "eval", "train", "detection"},
     "search": {"data", "models", "eval", "train", "recipes"},
     "report": {"rankgrad", "data", "eval"},
-    "bench": {"rankgrad", "ops", "losses", "data"},
+    "bench": {"rankgrad", "ops", "losses", "data", "eval"},
     "demo": {"rankgrad", "data"},
     "cli": {"rankgrad", "bench", "data", "demo", "detection", "eval", "models", "recipes", "report", "search", "train"},
-    "rankgrad": {"losses", "ops", "train"},
+    "rankgrad": {"losses", "ops", "eval", "train"},
 }
 
 

@@ -1,0 +1,467 @@
+"""Which images make a batch: batch samplers for any `DataLoader(batch_sampler=...)`.
+
+| sampler         | a batch                                                              | source                         |
+| --------------- | -------------------------------------------------------------------- | ------------------------------ |
+| `ClassBalanced` | m images of each of batch_size / m classes                           | RS@k                           |
+| `WholeClass`    | all images of random classes                                         | FastAP, "random"               |
+| `CategoryHard`  | half from one category, half from another, all pairs of categories   | FastAP, "hard" (supplement A)  |
+| `CategoryHalf`  | half from a labelled category, half from images without a category   | FastAP on VehicleID            |
+| `InOrder`       | the next images of the table                                         | evaluation                     |
+
+All batches have exactly the size asked for (the last of `InOrder` excepted) and no image twice. What an epoch holds is a
+function of (labels, seed, epoch), the same on every machine; `set_epoch` chooses the epoch. Images of label -1 are of no
+class and are left out.
+
+A sampler can be interrupted: `state_dict` says how far the latest iteration came, and after `load_state_dict` the next
+iteration continues there. A loader that works ahead asks for batches before they are used; such a loader's user keeps the
+position (`Batches.iterate(start)`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from math import isqrt
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rankgrad._checks import check_count
+from rankgrad.data.seeds import bits, permutation
+
+Indices = NDArray[np.int64]
+
+
+class BatchSampler(Protocol):
+    """What a loader needs of a sampler."""
+
+    def __iter__(self) -> Iterator[list[int]]: ...
+
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class _EpochSampler(ABC):
+    """Epochs, positions and their states; a subclass says what the batches are."""
+
+    def __init__(self, batch_size: int, seed: int) -> None:
+        check_count(batch_size, name="batch_size", caller=self._name, least=1)
+        check_count(seed, name="seed", caller=self._name, least=0)
+        self.batch_size, self.seed, self.epoch = batch_size, seed, 0
+        self.position = 0
+        self._start = 0
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def _batches(self, epoch: int, start: int) -> Iterator[Indices]:
+        """The batches of `epoch` from number `start` on."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """What the next iteration shows; another epoch begins at its first batch."""
+        check_count(epoch, name="epoch", caller=f"{self._name}.set_epoch", least=0)
+        if epoch != self.epoch:
+            self.epoch, self.position, self._start = epoch, 0, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # taken here and not at the first `next`, so that each iterator has the epoch it was made in
+        start, self._start = self._start, 0
+        self.position = start
+        return self._run(self.epoch, start)
+
+    def _run(self, epoch: int, start: int) -> Iterator[list[int]]:
+        for position, batch in enumerate(self._batches(epoch, start), start + 1):
+            self.position = position
+            yield batch.tolist()
+
+    def state_dict(self) -> dict[str, int]:
+        """Epoch and position, with what tells whether they fit another sampler."""
+        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "batches": len(self)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration continue where the one that `state` is of had come to."""
+        for name, own in (("seed", self.seed), ("batches", len(self))):
+            if state[name] != own:
+                raise ValueError(
+                    f"{self._name}: the state is of another sampler, it has {name} {state[name]} and this one {own}; "
+                    "load it with the data and settings it was saved with"
+                )
+        check_count(state["epoch"], name="epoch", caller=f"{self._name}.load_state_dict", least=0)
+        check_count(state["position"], name="position", caller=f"{self._name}.load_state_dict", least=0)
+        if state["position"] > len(self):
+            raise ValueError(f"{self._name}: position must be at most {len(self)}, the batches, got {state['position']}")
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._start = self.position
+
+
+class InOrder(_EpochSampler):
+    """All images once, in the order of the table, the last batch with what is left: for evaluation."""
+
+    def __init__(self, images: int, batch_size: int) -> None:
+        super().__init__(batch_size, seed=0)
+        check_count(images, name="images", caller=self._name, least=0)
+        self.images = images
+
+    def __len__(self) -> int:
+        return (self.images + self.batch_size - 1) // self.batch_size
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Indices]:
+        for begin in range(start * self.batch_size, self.images, self.batch_size):
+            yield np.arange(begin, min(begin + self.batch_size, self.images))
+
+
+class ClassBalanced(_EpochSampler):
+    """`per_class` images of each of batch_size / per_class classes; no image twice in an epoch.
+
+    1. Images are shuffled in their class and cut into groups of `per_class`; what is left of a class over waits for
+       another epoch. A class with fewer images is never used (`unused_classes` says how many).
+    2. An epoch has as many full batches as these groups allow when no class is in a batch twice, which depends on the class
+       sizes alone and is the sampler's length.
+    3. Groups beyond that number are left out at random; the others are dealt to the batches in random order.
+
+    The images of a class are side by side in the batch.
+    """
+
+    def __init__(self, labels: ArrayLike, batch_size: int, per_class: int, *, seed: int = 0) -> None:
+        super().__init__(batch_size, seed)
+        check_count(per_class, name="per_class", caller=self._name, least=1)
+        if batch_size % per_class:
+            raise ValueError(
+                f"{self._name}: batch_size must be a multiple of per_class, got {batch_size} and {per_class}; "
+                f"{max(batch_size // per_class, 1) * per_class} would do"
+            )
+        self.per_class = per_class
+        classes = _grouped(checked_integers(labels, name="labels", caller=self._name))
+        groups = classes.sizes // per_class
+        usable = np.flatnonzero(groups)
+        self.unused_classes = len(groups) - len(usable)
+        self._classes_per_batch = batch_size // per_class
+        if len(usable) < self._classes_per_batch:
+            raise ValueError(
+                f"{self._name}: a batch of {batch_size} needs {self._classes_per_batch} classes with at least {per_class} "
+                f"images, the data has {len(usable)}; "
+                + (f"lower batch_size to {len(usable) * per_class} or per_class" if len(usable) else "lower per_class")
+            )
+        self._length = _most_batches(groups, self._classes_per_batch)
+        # of one class at most one group can be in each batch
+        self._classes, self._usable, self._groups = classes, usable, np.minimum(groups[usable], self._length)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Indices]:
+        yield from self._plan(epoch)[start:]
+
+    def _plan(self, epoch: int) -> Indices:
+        stream = bits(self.seed, self._name, epoch)
+        images = self._classes.shuffled(stream)
+        order = permutation(len(self._usable), stream)
+        counts = self._groups[order]
+        line = np.repeat(self._usable[order], counts)
+        nth = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+        wanted = self._length * self._classes_per_batch
+        kept = np.sort(permutation(len(line), stream)[:wanted])
+        first = self._classes.starts[line[kept]] + nth[kept] * self.per_class
+        dealt = images[first[:, None] + np.arange(self.per_class)]
+        # group j of the line goes to batch j modulo their number: the groups of a class follow each other and are no more
+        # than there are batches, so no batch gets two of them
+        batches = dealt.reshape(self._classes_per_batch, self._length, self.per_class).swapaxes(0, 1)
+        shuffled: Indices = batches.reshape(self._length, self.batch_size)[permutation(self._length, stream)]
+        return shuffled
+
+
+class WholeClass(_EpochSampler):
+    """All images of randomly chosen classes, until the batch is full: FastAP's "random" strategy.
+
+    1. Classes come in random order, each with all its images, and no class comes again before all have been there.
+    2. The last class of a batch is cut to fit, at random. Where that would leave one image of it, the batch gives up one of
+       another class of three or more to take two; only a batch of pairs and single images can end with a lone one.
+    3. A class too large for a batch is cut to batch_size - 2, so that every batch has negatives.
+
+    An epoch has ceil(images / batch_size) batches: every class is there at least once.
+    """
+
+    def __init__(self, labels: ArrayLike, batch_size: int, *, seed: int = 0) -> None:
+        super().__init__(batch_size, seed)
+        self._classes = _grouped(checked_integers(labels, name="labels", caller=self._name))
+        images, classes = self._classes.images, len(self._classes.sizes)
+        check_count(batch_size, name="batch_size", caller=self._name, least=4)
+        if classes < 2:
+            raise ValueError(f"{self._name}: labels must have at least 2 classes, got {classes}: nothing would be a negative")
+        self._most = batch_size - 2
+        room = int(np.minimum(self._classes.sizes, self._most).sum())
+        if room < batch_size:
+            raise ValueError(
+                f"{self._name}: batch_size must be at most {room}, what {images} images of {classes} classes can give, "
+                f"got {batch_size}"
+            )
+        self._length = -(-images // batch_size)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Indices]:
+        deck = _Deck(self._classes, np.arange(len(self._classes.sizes)), self._most, bits(self.seed, self._name, epoch))
+        for position in range(self._length):
+            batch = deck.take(self.batch_size)
+            if position >= start:
+                yield batch
+
+
+class _CategoryPairs(_EpochSampler):
+    """Batches of two halves, each from the classes of one category; a subclass says which pairs an epoch visits."""
+
+    def __init__(self, labels: ArrayLike, categories: ArrayLike, batch_size: int, *, seed: int, per_class: int | None) -> None:
+        super().__init__(batch_size, seed)
+        if batch_size % 2 or batch_size < 4:
+            raise ValueError(f"{self._name}: batch_size must be even and at least 4, for two halves, got {batch_size}")
+        if per_class is not None:
+            check_count(per_class, name="per_class", caller=self._name, least=2)
+        of_class = checked_integers(labels, name="labels", caller=self._name)
+        of_category = checked_integers(categories, name="categories", caller=self._name)
+        if len(of_class) != len(of_category):
+            raise ValueError(f"{self._name}: categories must be one per label, {len(of_class)} of them, got {len(of_category)}")
+        if len(of_category) and of_category.min() < -1:
+            raise ValueError(f"{self._name}: categories must be at least 0, or -1 for unlabelled, got {of_category.min()}")
+        # the category belongs to the image: a class in two categories is a group in each
+        self._classes = _grouped(of_class, of_category)
+        self._most = batch_size if per_class is None else per_class
+        names, first = np.unique(self._classes.outer, return_index=True)
+        last = np.append(first[1:], len(self._classes.outer))
+        self._members = {int(name): np.arange(a, b) for name, a, b in zip(names, first, last, strict=True)}
+        room = np.minimum(self._classes.sizes, self._most)
+        self._room = {name: int(room[members].sum()) for name, members in self._members.items()}
+        if self._classes.images and sum(self._room.values()) < batch_size:
+            raise ValueError(
+                f"{self._name}: batch_size must be at most {sum(self._room.values())}, what {self._classes.images} images"
+                f"{'' if per_class is None else f' at {per_class} per class'} can give, got {batch_size}"
+            )
+        self.short_categories = tuple(name for name, capacity in self._room.items() if capacity < batch_size // 2)
+
+    @abstractmethod
+    def _pair(self, slot: int) -> tuple[int, int]:
+        """The two categories of one of the `len(self)` batches, before their order is shuffled."""
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Indices]:
+        stream = bits(self.seed, self._name, epoch)
+        decks: dict[int, _Deck] = {}
+        for position, slot in enumerate(permutation(len(self), stream)):
+            parts = []
+            for category, count in self._shares(*self._pair(int(slot)), stream):
+                if category not in decks:
+                    own = bits(self.seed, self._name, epoch, category)
+                    decks[category] = _Deck(self._classes, self._members[category], self._most, own)
+                parts.append(decks[category].take(count))
+            if position >= start:
+                yield np.concatenate(parts)
+
+    def _shares(self, first: int, second: int, stream: np.random.PCG64) -> list[tuple[int, int]]:
+        """How many images each category gives: half and half, what one lacks from the other, then from any."""
+        half = self.batch_size // 2
+        a, b = min(half, self._room[first]), min(half, self._room[second])
+        a += min(self.batch_size - a - b, self._room[first] - a)
+        b += min(self.batch_size - a - b, self._room[second] - b)
+        shares, lacking = [(first, a), (second, b)], self.batch_size - a - b
+        if lacking:
+            others = [name for name in self._members if name not in {first, second}]
+            for place in permutation(len(others), stream):
+                count = min(lacking, self._room[others[place]])
+                shares.append((others[place], count))
+                lacking -= count
+                if not lacking:
+                    break
+        return shares
+
+
+class CategoryHard(_CategoryPairs):
+    """Half a batch from one category, half from another: FastAP's "hard" strategy (supplement A), also RaMBO's.
+
+    1. An epoch visits every pair of categories `batches_per_pair` times, in random order.
+    2. From each category come whole classes (or up to `per_class` random images of each) until its half is full. Of one
+       category no class comes again before all have been there. The last class is cut as in `WholeClass`.
+    3. A category with less than half a batch (`short_categories`) gives all it has; the rest comes from its partner, then
+       from other categories. `filled` counts the images of an epoch that stand in for a short category.
+
+    SOP, 12 categories with 5 batches per pair: 330 batches. In-Shop, 23 with 2: 506.
+    """
+
+    def __init__(
+        self,
+        labels: ArrayLike,
+        categories: ArrayLike,
+        batch_size: int,
+        *,
+        batches_per_pair: int = 5,
+        seed: int = 0,
+        per_class: int | None = None,
+    ) -> None:
+        super().__init__(labels, categories, batch_size, seed=seed, per_class=per_class)
+        check_count(batches_per_pair, name="batches_per_pair", caller=self._name)
+        if -1 in self._members:
+            raise ValueError(
+                f"{self._name}: every image must have a category, {(self._classes.sizes[self._members[-1]]).sum()} have -1; "
+                "leave them out, or use CategoryHalf, which pairs each category with them"
+            )
+        if len(self._members) < 2:
+            raise ValueError(f"{self._name}: categories must be at least 2, to make pairs, got {len(self._members)}")
+        self.batches_per_pair = batches_per_pair
+        self._names = tuple(self._members)
+        half, visits = batch_size // 2, (len(self._names) - 1) * batches_per_pair
+        self.filled = visits * sum(half - self._room[name] for name in self.short_categories)
+
+    def __len__(self) -> int:
+        return len(self._names) * (len(self._names) - 1) // 2 * self.batches_per_pair
+
+    def _pair(self, slot: int) -> tuple[int, int]:
+        # pairs in the order (1, 0), (2, 0), (2, 1), (3, 0), ...: row r begins at r (r - 1) / 2
+        pair = slot // self.batches_per_pair
+        row = (1 + isqrt(1 + 8 * pair)) // 2
+        return self._names[row], self._names[pair - row * (row - 1) // 2]
+
+
+class CategoryHalf(_CategoryPairs):
+    """Half a batch from one labelled category, half from images without one (-1): FastAP's way with VehicleID.
+
+    A category of N images is visited ceil(2 N / batch_size) times, so that its classes all come in an epoch. Classes are
+    drawn and short categories filled as in `CategoryHard`, the images without category being the partner of all.
+    """
+
+    def __init__(
+        self, labels: ArrayLike, categories: ArrayLike, batch_size: int, *, seed: int = 0, per_class: int | None = None
+    ) -> None:
+        super().__init__(labels, categories, batch_size, seed=seed, per_class=per_class)
+        labelled = [name for name in self._members if name != -1]
+        if -1 not in self._members or not labelled:
+            raise ValueError(
+                f"{self._name}: needs images with and without (-1) a category, got {len(labelled)} categories and "
+                f"{'some' if -1 in self._members else 'no'} images without; use "
+                + ("CategoryHard" if labelled else "WholeClass")
+            )
+        images = np.array([self._classes.sizes[self._members[name]].sum() for name in labelled])
+        visits = -(-2 * images // batch_size)
+        self._visited = np.repeat(labelled, visits)
+        self.filled = sum(
+            int(count) * max(batch_size // 2 - self._room[name], 0) for name, count in zip(labelled, visits, strict=True)
+        )
+
+    def __len__(self) -> int:
+        return len(self._visited)
+
+    def _pair(self, slot: int) -> tuple[int, int]:
+        return int(self._visited[slot]), -1
+
+
+def checked_integers(values: ArrayLike, *, name: str, caller: str) -> Indices:
+    """`values` (a list, a numpy array, a tensor on the CPU) as one int64 row."""
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{caller}: {name} must be one integer per image, got shape {array.shape}")
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{caller}: {name} must be integers, got {array.dtype}")
+    return array.astype(np.int64)
+
+
+class _Grouped:
+    """Images side by side with those of their class: class c has `order[starts[c] : starts[c] + sizes[c]]`."""
+
+    def __init__(self, order: Indices, starts: Indices, sizes: Indices, outer: Indices) -> None:
+        self.order, self.starts, self.sizes, self.outer = order, starts, sizes, outer
+
+    @property
+    def images(self) -> int:
+        return len(self.order)
+
+    def of(self, group: int) -> Indices:
+        start = self.starts[group]
+        return self.order[start : start + self.sizes[group]]
+
+    def shuffled(self, stream: np.random.PCG64) -> Indices:
+        """`order` with the images of each class in random order."""
+        group = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        return self.order[np.lexsort((stream.random_raw(self.images), group))]
+
+
+def _grouped(labels: Indices, outer: Indices | None = None) -> _Grouped:
+    """The images with a label (not -1) by label, within `outer` where it is given."""
+    if outer is None:
+        outer = np.zeros_like(labels)
+    rows = np.flatnonzero(labels != -1)
+    order = rows[np.lexsort((labels[rows], outer[rows]))]
+    keys = np.stack((outer[order], labels[order]))
+    starts = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0))[: len(order)])
+    return _Grouped(order, starts, np.diff(np.append(starts, len(order))), outer[order[starts]])
+
+
+def _most_batches(groups: Indices, per_batch: int) -> int:
+    """The largest number of batches, each of `per_batch` groups of different classes.
+
+    B batches can be made when the classes have B per_batch groups, of each class at most B counted. That number less
+    B per_batch is concave in B and 0 at B = 0, so the B that can be made are an interval.
+    """
+    low, high = 0, int(groups.sum()) // per_batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        if np.minimum(groups, middle).sum() >= middle * per_batch:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class _Deck:
+    """Classes in random order, dealt until none is left, then shuffled again.
+
+    Args:
+        classes: the images of all classes.
+        members: the classes of this deck.
+        most: images that a class gives at most.
+        stream: decides everything.
+    """
+
+    def __init__(self, classes: _Grouped, members: Indices, most: int, stream: np.random.PCG64) -> None:
+        self._classes, self._members, self._most, self._stream = classes, members, most, stream
+        self._waiting: list[int] = []  # the next one is the last
+
+    def take(self, count: int) -> Indices:
+        """`count` images, no more than the deck's classes can give: whole classes, the last cut to fit."""
+        taken: list[int] = []
+        parts: list[Indices] = []
+        while count:
+            if not self._waiting:
+                self._shuffle(taken)
+            group = self._waiting.pop()
+            images = self._classes.of(group)
+            size = min(len(images), self._most)
+            if count == 1 and size > 1:
+                count += self._give_up_one(parts)
+            size = min(size, count)
+            if size < len(images):
+                images = images[permutation(len(images), self._stream)[:size]]
+            taken.append(group)
+            parts.append(images)
+            count -= size
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _shuffle(self, taken: list[int]) -> None:
+        """All classes again; those already in this batch last, where this batch does not reach."""
+        order = self._members[permutation(len(self._members), self._stream)].tolist()
+        already = set(taken)
+        self._waiting = [group for group in order if group in already] + [group for group in order if group not in already]
+
+    def _give_up_one(self, parts: list[Indices]) -> int:
+        """Shorten the latest class of three images or more, which keeps a pair; how many images that gave."""
+        for place in reversed(range(len(parts))):
+            if len(parts[place]) > 2:
+                parts[place] = np.delete(parts[place], permutation(len(parts[place]), self._stream)[0])
+                return 1
+        return 0

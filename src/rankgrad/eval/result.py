@@ -1,0 +1,211 @@
+"""What an evaluation found: metrics by name, the values of every query behind them, and the protocol they belong to."""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankgrad._checks import check_choice
+from rankgrad.eval.bootstrap import bootstrap_intervals
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A way to turn embeddings into numbers. Values of two protocols are not to be compared, whatever the metric's name."""
+
+    name: str
+    rule: str  # who is a query, who is a candidate, who is left out, what is averaged
+    used_for: str
+    run: Callable[[Any], "Result"] = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Result(Mapping[str, float]):
+    """A mapping from metric names such as "R@1", "mAP" or "mAP[hard]" to means over queries, all in [0, 1].
+
+    Rows of `per_query` are the queries that had something to find, in the order of `query_index`. Queries without a relevant
+    candidate are in no mean; `skipped` counts them.
+    """
+
+    protocol: Protocol
+    columns: Mapping[str, str]  # metric -> column of per_query that it is the mean of
+    per_query: Mapping[str, NDArray[Any]]
+    query_index: Index  # row of the embeddings that each query was
+    labels: Index | None = None  # of the queries
+    categories: Index | None = None
+    skipped: int = 0
+    memory: int = 0  # bytes that were announced
+    deviations: Mapping[str, float] = field(default_factory=dict)  # between repeats, where the protocol repeats
+    notes: tuple[str, ...] = ()
+    neighbours: tuple[Index, NDArray[np.float32]] | None = None  # [Q, k] candidates and their scores, best first
+
+    def __post_init__(self) -> None:
+        means = {metric: _mean(self.per_query[column]) for metric, column in self.columns.items()}
+        object.__setattr__(self, "_means", means)
+
+    def __getitem__(self, metric: str) -> float:
+        means: dict[str, float] = self.__dict__["_means"]
+        if metric not in means:
+            raise KeyError(f"{metric!r} was not computed under {self.protocol.name}: there are {', '.join(means)}")
+        return means[metric]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{metric}: {value:.4f}" for metric, value in self.items())
+        return f"Result({self.protocol.name}, {len(self.query_index)} queries, {shown})"
+
+    def queries(self, metric: str) -> int:
+        """How many queries the metric is the mean of."""
+        return int((~np.isnan(self.per_query[self.columns[metric]])).sum())
+
+    def intervals(
+        self, level: float = 0.95, samples: int = 1000, seed: int = 0, *, by: Literal["query", "class"] = "query"
+    ) -> dict[str, tuple[float, float]]:
+        """Bootstrap interval of every metric.
+
+        Args:
+            level: share of the resampled means that the interval covers.
+            samples: how often the queries are resampled.
+            seed: of the draws.
+            by: "query" draws single queries and speaks about other queries of these classes; "class" draws whole classes
+                and speaks about other classes, which is wider where the queries of a class succeed and fail together.
+        """
+        check_choice(by, ("query", "class"), name="by", caller="Result.intervals")
+        units = self.query_index if by == "query" else self._labels_or_error("intervals by class")
+        values = np.stack([self.per_query[column].astype(np.float64) for column in self.columns.values()], axis=1)
+        bounds = bootstrap_intervals(values, units, level=level, samples=samples, seed=seed)
+        return {metric: (float(low), float(high)) for metric, (low, high) in zip(self.columns, bounds, strict=True)}
+
+    def by_class(self) -> dict[int, dict[str, float]]:
+        """The means over the queries of each label, and how many "queries" that are."""
+        return self._grouped(self._labels_or_error("by_class"))
+
+    def by_category(self, names: Sequence[str] = ()) -> dict[str, dict[str, float]]:
+        """The means over the queries of each category, under its name where there is one, -1 being "unlabelled"."""
+        if self.categories is None:
+            raise ValueError("Result.by_category: no categories were given to the evaluation; pass categories=")
+        return {
+            "unlabelled" if category == -1 else names[category] if 0 <= category < len(names) else str(category): means
+            for category, means in self._grouped(self.categories).items()
+        }
+
+    def _labels_or_error(self, what: str) -> Index:
+        if self.labels is None:
+            raise ValueError(f"Result.{what}: the queries of {self.protocol.name} have no classes")
+        return self.labels
+
+    def _grouped(self, keys: Index) -> dict[int, dict[str, float]]:
+        unique, group = np.unique(keys, return_inverse=True)
+        table: dict[str, list[float]] = {"queries": np.bincount(group).tolist()}
+        for metric, column in self.columns.items():
+            values = self.per_query[column].astype(np.float64)
+            known = ~np.isnan(values)
+            sizes = np.bincount(group, known, minlength=len(unique))
+            sums = np.bincount(group, np.where(known, values, 0), minlength=len(unique))
+            table[metric] = np.where(sizes > 0, sums / np.maximum(sizes, 1), np.nan).tolist()
+        return {
+            int(key): dict(zip(table, row, strict=True))
+            for key, row in zip(unique, zip(*table.values(), strict=True), strict=True)
+        }
+
+    def table(self, *, intervals: bool = False, level: float = 0.95) -> str:
+        """The metrics as text, the protocol's name above them."""
+        bounds = self.intervals(level) if intervals else {}
+        width = max(map(len, self))
+        lines = [f"{self.protocol.name}: {len(self.query_index):,} queries, {self.skipped:,} with nothing to find left out"]
+        for metric, value in self.items():
+            line = f"  {metric:<{width}}  {value:.4f}"
+            if metric in self.deviations:
+                line += f"  +- {self.deviations[metric]:.4f} between repeats"
+            if metric in bounds:
+                line += f"  [{bounds[metric][0]:.4f}, {bounds[metric][1]:.4f}] at {level:.0%}"
+            if self.queries(metric) != len(self.query_index):
+                line += f"  of {self.queries(metric):,} queries"
+            lines.append(line)
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        split: str = "",
+        category_names: Sequence[str] = (),
+        extra: Mapping[str, Any] | None = None,
+        samples: int = 1000,
+    ) -> None:
+        """Writes result.json and queries.npz; a file that is there is replaced in one step.
+
+        Args:
+            folder: made if it does not exist.
+            split: name of the data, kept in result.json.
+            category_names: for the means per category.
+            extra: more entries of result.json, such as the root of the image paths.
+            samples: resamplings of the intervals.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        report = {
+            "split": split,
+            "protocol": self.protocol.name,
+            "rule": self.protocol.rule,
+            "metrics": dict(self),
+            "intervals": {metric: list(bounds) for metric, bounds in self.intervals(samples=samples).items()},
+            "deviations": dict(self.deviations),
+            "per_category": {} if self.categories is None else self.by_category(category_names),
+            "queries": len(self.query_index),
+            "skipped": self.skipped,
+            "notes": list(self.notes),
+            **(extra or {}),
+        }
+        text = json.dumps(_plain(report), indent=2, allow_nan=False)
+        arrays: dict[str, Any] = {"index": self.query_index, **self.per_query}
+        if self.labels is not None:
+            arrays["label"] = self.labels
+        if self.categories is not None:
+            arrays["category"] = self.categories
+        if self.neighbours is not None:
+            arrays["neighbours"], arrays["scores"] = self.neighbours
+        # the values first: whoever finds the report finds them too
+        _replace(folder / "queries.npz", lambda path: np.savez(path, **arrays))
+        _replace(folder / "result.json", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+
+
+def _mean(values: NDArray[Any]) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else math.nan
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: NaN, the mean of nothing, becomes null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        temporary.chmod(0o644)  # mkstemp makes it readable for its owner only
+        write(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
