@@ -13,6 +13,7 @@ NAMES = [
     "Exact",
     "FastAPLoss",
     "Histogram",
+    "LargeBatch",
     "LogLogRecall",
     "LogRecall",
     "MulticlassRankLoss",
@@ -25,11 +26,13 @@ NAMES = [
     "RecallAtK",
     "RecallAtKLoss",
     "ReciprocalRank",
+    "Result",
     "ScoreMemory",
     "SiMix",
     "Sigmoid",
     "SmoothAPLoss",
     "WeightedRecall",
+    "evaluate",
 ]
 
 # positional arguments and their defaults
@@ -55,6 +58,8 @@ SIGNATURES = {
     "SiMix": {"loss": ..., "generator": None},
     "EmbeddingMemory": {"loss": ..., "size": ...},
     "ScoreMemory": {"loss": ..., "size": ...},
+    "LargeBatch": {"model": ..., "loss": ..., "chunk_size": ..., "keep": "auto", "autocast": None},
+    "evaluate": {"embeddings": ..., "labels": ..., "ref_emb": None, "ref_labels": None},
     "MulticlassRankLoss": {"loss": None, "interclass": 1 / 3, "memory": 0},
 }
 

@@ -1,5 +1,6 @@
 """Train on the metric you report: rank-based losses for retrieval, with batches as large as the metric needs."""
 
+from rankgrad.eval import Result, evaluate
 from rankgrad.losses.memory import EmbeddingMemory, ScoreMemory
 from rankgrad.losses.multiclass import MulticlassRankLoss
 from rankgrad.losses.objectives import (
@@ -17,6 +18,7 @@ from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.simix import SiMix
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Sigmoid
 from rankgrad.ops.ranks import Ranks
+from rankgrad.train.large_batch import LargeBatch
 
 __version__ = "0.1.0"
 
@@ -28,6 +30,7 @@ __all__ = [
     "Exact",
     "FastAPLoss",
     "Histogram",
+    "LargeBatch",
     "LogLogRecall",
     "LogRecall",
     "MulticlassRankLoss",
@@ -39,9 +42,11 @@ __all__ = [
     "RecallAtK",
     "RecallAtKLoss",
     "ReciprocalRank",
+    "Result",
     "ScoreMemory",
     "SiMix",
     "Sigmoid",
     "SmoothAPLoss",
     "WeightedRecall",
+    "evaluate",
 ]

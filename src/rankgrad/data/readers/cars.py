@@ -54,7 +54,7 @@ def _records(source: Source, path: Path, field: str, *, prefix: str) -> Iterator
 
 
 def _annotations(path: Path, fields: tuple[str, ...]) -> Any:
-    from scipy.io import loadmat  # type: ignore[import-untyped]
+    from scipy.io import loadmat
 
     try:
         content = loadmat(path, squeeze_me=True, variable_names=["annotations"])

@@ -1,0 +1,108 @@
+"""What the loss does not show: the exact metric in the batch, how many queries and pairs still teach, and collapse."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# scores looked at for a log entry, 16 MiB of float32; fewer queries are taken of a larger batch
+MOST_SCORES = 2**22
+MOST_QUERIES = 2048
+MOST_QUERIES_FOR_GRADIENTS = 512
+MOST_ROWS_FOR_SPREAD = 1024
+
+# of the largest gradient of a pair: below this a pair does not move the model
+NOTICEABLE = 1e-3
+
+
+def diagnose(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
+    """Numbers for a journal entry, from the embeddings of a batch.
+
+    Returns:
+        batch_R@1, batch_mAP: exact, each query against the rest of the batch; queries with nothing to find are left out.
+        perfect: share of these queries whose relevant items all come first, so that they teach nothing more.
+        pairs_with_gradient: share of (query, candidate) scores with a noticeable gradient, where the loss takes scores.
+        spread: 1 - mean cosine between different images; 0 when all embeddings have collapsed into one.
+        effective_rank: in how many dimensions they lie, exp of the entropy of their normalised singular values.
+        skipped: queries without anything to find.
+    """
+    skipped = skipped_queries(labels, loss)
+    embeddings = F.normalize(embeddings.detach().float(), dim=1)
+    labels = labels.to(embeddings.device)
+    numbers = {**batch_metrics(embeddings, labels), **spread(embeddings), "skipped": float(skipped)}
+    share = pairs_with_gradient(embeddings, labels, loss)
+    if share is not None:
+        numbers["pairs_with_gradient"] = share
+    return numbers
+
+
+def batch_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
+    """Exact R@1, mAP and share of perfect queries of unit embeddings; an irrelevant item wins a tie."""
+    scores, relevant = _lists(embeddings, labels, MOST_QUERIES)
+    has_relevant = relevant.any(dim=1)
+    scores, relevant = scores[has_relevant], relevant[has_relevant]
+    if not len(scores):
+        return {}
+    irrelevant = scores.masked_fill(relevant, -torch.inf).sort(dim=1).values
+    found = relevant.sum(dim=1)
+    most = int(found.max())
+    thresholds = scores.masked_fill(~relevant, -torch.inf).topk(most, dim=1).values
+    ahead = scores.shape[1] - torch.searchsorted(irrelevant, thresholds)
+    place = torch.arange(1, most + 1, device=scores.device)
+    real = place <= found[:, None]
+    precision = (place / (place + ahead)).masked_fill(~real, 0).sum(dim=1) / found
+    perfect = (ahead.masked_fill(~real, 0) == 0).all(dim=1)
+    first = (ahead[:, 0] == 0).float().mean()
+    values = torch.stack((first, precision.mean(), perfect.float().mean())).tolist()
+    return dict(zip(("batch_R@1", "batch_mAP", "perfect"), values, strict=True))
+
+
+def pairs_with_gradient(embeddings: Tensor, labels: Tensor, loss: Any) -> float | None:
+    """Share of scores that move the loss noticeably; None for a loss that takes no scores."""
+    while not hasattr(loss, "from_scores") and isinstance(getattr(loss, "loss", None), nn.Module):
+        loss = loss.loss  # a loss inside SiMix or a memory
+    if not hasattr(loss, "from_scores"):
+        return None
+    scores, relevant = _lists(embeddings, labels, MOST_QUERIES_FOR_GRADIENTS)
+    if not scores.numel():
+        return None
+    with torch.enable_grad():
+        scores = scores.requires_grad_()
+        (gradient,) = torch.autograd.grad(loss.from_scores(scores, relevant).sum(), scores)
+    size = gradient.abs()
+    return float((size > NOTICEABLE * size.max()).float().mean())
+
+
+def spread(embeddings: Tensor) -> dict[str, float]:
+    """How far unit embeddings lie apart, and in how many dimensions."""
+    rows = embeddings[:MOST_ROWS_FOR_SPREAD].double()
+    count = len(rows)
+    if count < 2:
+        return {}
+    mean_cosine = (rows.sum(dim=0).square().sum() - rows.square().sum()) / (count * (count - 1))
+    gram = rows.t() @ rows if rows.shape[1] <= count else rows @ rows.t()
+    values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+    shares = values / values.sum()
+    rank = torch.exp(-torch.special.xlogy(shares, shares).sum())
+    return {"spread": 1 - float(mean_cosine), "effective_rank": float(rank)}
+
+
+def skipped_queries(labels: Tensor, loss: Any) -> int:
+    """Queries of the last batch that had nothing to find, as the loss counted them where it did."""
+    used = getattr(loss, "used_queries", None)
+    # a wrapper that is no memory adds queries of its own to those of the batch and counts them too
+    if used is not None and (hasattr(loss, "past") or not hasattr(loss, "loss")):
+        return len(labels) - int(used)
+    counts = torch.unique(labels, return_counts=True)[1]
+    return int((counts == 1).sum())
+
+
+def _lists(embeddings: Tensor, labels: Tensor, most_queries: int) -> tuple[Tensor, Tensor]:
+    """Scores and relevance [Q, N - 1] of the first queries against all others of the batch."""
+    items = len(embeddings)
+    queries = max(1, min(items, most_queries, MOST_SCORES // items))
+    scores = embeddings[:queries] @ embeddings.t()
+    relevant = labels[:queries, None] == labels[None, :]
+    others = torch.arange(items, device=embeddings.device) != torch.arange(queries, device=embeddings.device)[:, None]
+    return scores[others].view(queries, items - 1), relevant[others].view(queries, items - 1)

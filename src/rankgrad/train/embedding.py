@@ -1,0 +1,73 @@
+"""Embeddings of many images, in batches."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankgrad.train.large_batch import len_of, rows
+from rankgrad.train.progress import Progress
+from rankgrad.train.protocols import Batches
+from rankgrad.train.settings import AUTOCAST, Precision
+
+
+@torch.no_grad()
+def embed(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    device: torch.device | str | None = None,
+    precision: Precision = "float32",
+    name: str = "embedding",
+    shown: bool = True,
+) -> Tensor:
+    """Embeddings [N, d] of all images of `batches`, in float32 on the CPU, row i for index i.
+
+    The model is in evaluation mode meanwhile. A batch that does not fit in memory is halved until it does.
+
+    Args:
+        model: from images to embeddings.
+        batches: visits each of the indices 0 .. N - 1 once, such as `data.loading.Batches` with an `InOrder` sampler.
+        device: where to compute, by default where the model is.
+        precision: of the autocast region around the model.
+        name: shown beside the progress.
+        shown: False shows none.
+    """
+    parameter = next(model.parameters(), None)
+    target = (
+        torch.device(device) if device is not None else (parameter.device if parameter is not None else torch.device("cpu"))
+    )
+    was_training = model.training
+    model.eval()
+    found: list[Tensor] = []
+    index: list[Tensor] = []
+    try:
+        with Progress(len(batches), name, unit="batches", shown=shown) as progress:
+            for _, indices, images, _ in batches.iterate(0):
+                found.append(_embed_batch(model, images, target, AUTOCAST[precision]).cpu())
+                index.append(indices.cpu())
+                progress.advance(note=f"{sum(map(len, index)):,} images")
+    finally:
+        model.train(was_training)
+    order = torch.cat(index)
+    if not torch.equal(order.sort().values, torch.arange(len(order))):
+        raise ValueError(f"embed: batches must visit each index from 0 to {len(order) - 1} once, got others")
+    embeddings = torch.cat(found)
+    result = torch.empty_like(embeddings)
+    result[order] = embeddings
+    return result
+
+
+def _embed_batch(model: nn.Module, images: Any, device: torch.device, autocast: torch.dtype | None) -> Tensor:
+    items = size = len_of(images)
+    while True:
+        try:
+            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                parts = [model(rows(images, slice(start, start + size), device)) for start in range(0, items, size)]
+            return torch.cat(parts).float()
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise
+        # here, where the failed pass is no longer held by its traceback
+        size = (size + 1) // 2
+        torch.cuda.empty_cache()

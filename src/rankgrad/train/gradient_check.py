@@ -1,0 +1,177 @@
+"""Is it the gradient of the whole batch? One batch by the plain way and in stages, from the same state of everything."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from rankgrad.train.protocols import Loss
+from rankgrad.train.replay import Buffers, LossState, RandomState
+
+# relative error that the order of sums may cause, by the precision of the model
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
+ROUNDING_16_BIT = 3e-2
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """How the gradients of `LargeBatch` compare with those of a plain backward pass.
+
+    Attributes:
+        cosine: between the two gradients, all parameters together.
+        relative_error: length of the difference over length of the plain gradient.
+        worst: the parameters that differ most, with their relative errors.
+        exact: whether the difference is what rounding explains and nothing else was found.
+        explanation: what was compared, and what is wrong.
+    """
+
+    cosine: float
+    relative_error: float
+    worst: tuple[tuple[str, float], ...]
+    exact: bool
+    explanation: str
+
+    def __str__(self) -> str:
+        verdict = "exact" if self.exact else "NOT the gradient of the whole batch"
+        worst = ", ".join(f"{name} {error:.1e}" for name, error in self.worst)
+        return (
+            f"LargeBatch is {verdict}: cosine {self.cosine:.6f}, relative error {self.relative_error:.1e} (most in {worst}). "
+            f"{self.explanation}"
+        )
+
+
+class GradientCheck:
+    """Compares the two ways and leaves nothing changed.
+
+    Args:
+        model: whose gradients are compared.
+        loss: its parameters are compared too.
+        embed: embeddings of a slice of the batch.
+        staged: the computation in doubt, which leaves gradients in the parameters.
+        labels: of the batch.
+        cuts: the chunks.
+        device: where the model is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        embed: Callable[[slice], Tensor],
+        staged: Callable[[], object],
+        labels: Tensor,
+        cuts: list[slice],
+        device: torch.device,
+    ) -> None:
+        self.model, self.loss, self.embed, self.staged = model, loss, embed, staged
+        self.labels, self.cuts, self.device = labels, cuts, device
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if isinstance(loss, nn.Module):
+            self.parameters |= {f"loss.{name}": p for name, p in loss.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("LargeBatch.check: model and loss have no parameter that requires a gradient")
+        self.random, self.buffers, self.memory = RandomState.of(device), Buffers.of(model), LossState.of(loss)
+
+    def report(self) -> CheckReport:
+        before = {name: p.grad for name, p in self.parameters.items()}
+        try:
+            findings = self._findings()
+            is_random = self._is_random()
+            # a plain pass in chunks hides what depends on the chunk, so it is taken only where draws force it
+            everything = [slice(0, self.cuts[-1].stop)]
+            plain = self._gradients(lambda: self._plain(self.cuts if is_random else everything))
+            staged = self._gradients(self.staged)
+        finally:
+            self._rewind()
+            for name, parameter in self.parameters.items():
+                parameter.grad = before[name]
+        return self._judged(plain, staged, findings, is_random)
+
+    def _judged(self, plain: dict[str, Tensor], staged: dict[str, Tensor], findings: list[str], is_random: bool) -> CheckReport:
+        errors = {name: _relative_error(staged[name], plain[name]) for name in plain}
+        worst = tuple(sorted(errors.items(), key=lambda pair: -pair[1])[:3])
+        ours, theirs = (torch.cat([tensor.flatten() for tensor in side.values()]) for side in (staged, plain))
+        lengths = float(ours.norm() * theirs.norm())
+        error = _relative_error(ours, theirs)
+        agrees = error <= self._rounding()
+        if not agrees and not findings:
+            findings.append("An image's embedding depends on the other images of its chunk.")
+        against = "all chunks kept alive, as random layers draw for each chunk" if is_random else "the whole batch at once"
+        return CheckReport(
+            cosine=float(ours @ theirs) / lengths if lengths else 1.0,
+            relative_error=error,
+            worst=worst,
+            exact=agrees and not findings,
+            explanation=" ".join((f"Compared with {against}.", *findings)),
+        )
+
+    def _rounding(self) -> float:
+        if torch.is_autocast_enabled(self.device.type):
+            return ROUNDING_16_BIT
+        return max(ROUNDING.get(p.dtype, ROUNDING_16_BIT) for p in self.parameters.values())
+
+    def _findings(self) -> list[str]:
+        findings = []
+        live = live_batch_norms(self.model) if len(self.cuts) > 1 else []
+        if live:
+            findings.append(f"Batch normalisation uses the statistics of a chunk, put it in eval mode: {', '.join(live[:3])}.")
+        if not torch.equal(self._first_chunk(), self._first_chunk()):
+            findings.append(
+                "The model embeds a chunk differently each time from the same random state: look for generators other than "
+                "torch's and for nondeterministic operations."
+            )
+        norms = {name for name, module in self.model.named_modules() if isinstance(module, _BatchNorm)}
+        changed = [name for name in self.buffers.changed() if name.rpartition(".")[0] not in norms]
+        if changed:
+            findings.append(f"A forward pass changes buffers, and there are two for each chunk: {', '.join(changed[:3])}.")
+        return findings
+
+    def _first_chunk(self) -> Tensor:
+        self._rewind()
+        with torch.no_grad():
+            return self.embed(self.cuts[0])
+
+    def _is_random(self) -> bool:
+        self._first_chunk()
+        return not RandomState.of(self.device).equals(self.random)
+
+    def _gradients(self, run: Callable[[], object]) -> dict[str, Tensor]:
+        self._rewind()
+        # casts of weights that were made without a graph must not serve a pass with one
+        torch.clear_autocast_cache()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        run()
+        return {
+            name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().double() for name, p in self.parameters.items()
+        }
+
+    def _plain(self, cuts: list[slice]) -> None:
+        embeddings = torch.cat([self.embed(cut) for cut in cuts])
+        value = self.loss(embeddings, self.labels)
+        with torch.autocast(self.device.type, enabled=False):
+            value.sum().backward()
+
+    def _rewind(self) -> None:
+        self.random.restore()
+        self.buffers.restore()
+        self.memory.restore()
+
+
+def live_batch_norms(model: nn.Module) -> list[str]:
+    """Names of the batch normalisations that would use statistics of the images they are given."""
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    ]
+
+
+def _relative_error(value: Tensor, reference: Tensor) -> float:
+    length, difference = float(reference.norm()), float((value - reference).norm())
+    if length:
+        return difference / length
+    return float("inf") if difference else 0.0
