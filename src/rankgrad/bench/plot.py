@@ -167,9 +167,10 @@ def _draw_curve(axes: "Axes", curve: Curve, points: Sequence[tuple[int, float]])
     axes.annotate(
         f"out of memory\nat {curve.end:,}",
         (sizes[-1], values[-1]),
-        xytext=(-14, 6),
+        # above the other curves, which go on to the right below it
+        xytext=(-4, 12),
         textcoords="offset points",
-        ha="right",
+        ha="left",
         va="bottom",
         fontsize=11,
         color=style.colour,
