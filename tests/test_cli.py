@@ -32,7 +32,7 @@ def test_help_lists_every_verb(arguments, capsys):
     ("arguments", "message"),
     [
         (["dmeo"], "unknown verb 'dmeo': did you mean 'demo'?"),
-        (["xyz"], "unknown verb 'xyz': choose one of demo, bench"),
+        (["xyz"], "unknown verb 'xyz': choose one of demo, train, eval, recipes"),
         (["bench", "loses"], "unknown verb 'loses': did you mean 'losses'?"),
         (["demo", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["demo", "--classes", "1"], "--classes must be at least 2, got 1"),
@@ -70,6 +70,94 @@ def test_a_bug_is_not_mistaken_for_a_missing_extra(monkeypatch):
     monkeypatch.setattr(cli, "VERBS", {"demo": verb})
     with pytest.raises(ModuleNotFoundError, match="typo"):
         cli.main(["demo"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "sop-recal-at-k"], "rankgrad train: there is no recipe 'sop-recal-at-k': did you mean 'sop-recall-at-k'?"),
+        (["train", "sop-recall-at-k"], "rankgrad train: the data set 'sop' needs --data DIR"),
+        (["train", "--data", "/no/such/place"], "rankgrad train: folder: /no/such/place does not exist"),
+        (["train", "sop-recall-at-k", "--lr", "0"], "rankgrad train: --lr must be at least 1e-12, got 0.0"),
+        (
+            ["train", "sop-recall-at-k", "--batch-size", "10"],
+            "batch_size must be a multiple of per_class (4), got 10; 8 or 12 is",
+        ),
+        (["train", "--resume", "/no/such/run"], "/no/such/run is not the folder of a run"),
+        (["train", "--device", "tpu9"], "rankgrad train: --device must be cpu, cuda or cuda:N, got 'tpu9'"),
+        (["train", "--workers", "0"], "rankgrad train: --workers must be at least 1, got 0"),
+        (["eval", "/no/such/run"], "rankgrad eval: /no/such/run/recipe.json is missing"),
+        (["recipes", "qqqq"], "rankgrad recipes: no recipe contains 'qqqq'"),
+        (["check-data", "sopp", "."], "rankgrad check-data: read: unknown data set 'sopp': did you mean 'sop'?"),
+        (["check-data", "sop", "/no/such/place"], "rankgrad check-data: sop: /no/such/place does not exist"),
+        (
+            ["sweep", "glyphs-fastap", "--grid", "binz=1"],
+            "rankgrad sweep: --grid: there is no setting 'binz': did you mean 'bins'?",
+        ),
+        (["study", "omniglot", "--seeds", "x"], "rankgrad study: --seeds must be a number of seeds"),
+    ],
+)
+def test_a_mistake_is_answered_with_one_sentence(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    with pytest.raises((ValueError, OSError)):
+        cli.main([*arguments, "--traceback"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--batchsize", "8"], "rankgrad train: unknown flag --batchsize: did you mean --batch-size?"),
+        (["train", "sop-recall-at-k", "more"], "rankgrad train: unrecognized arguments: more"),
+        (["eval", "run", "--checkpoint", "first"], "rankgrad eval: --checkpoint must be best or last, got 'first'"),
+        (["sweep", "glyphs-fastap"], "rankgrad sweep: the following arguments are required: --grid"),
+        (["study", "omniglt"], "rankgrad study: there is no study 'omniglt': did you mean 'omniglot'?"),
+        (["plan"], "rankgrad plan: name the recipe to plan"),
+        (["protocols", "--all"], "rankgrad protocols: unknown flag --all"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_with_one_sentence(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+
+
+def test_a_run_that_cannot_go_on_is_a_sentence_and_a_bug_is_not(monkeypatch, capsys):
+    from rankgrad.train.errors import TrainingError
+
+    def verb(error):
+        def run(arguments):
+            raise error
+
+        return run
+
+    monkeypatch.setattr(cli, "VERBS", {"train": verb(TrainingError("the disk is full")), "eval": verb(RuntimeError("a bug"))})
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == "rankgrad train: the disk is full\n"
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["eval"])
+
+
+def test_recipes_and_protocols_are_listed(capsys):
+    assert cli.main(["recipes"]) == 0
+    assert re.search(r"^sop-recall-at-k +sop .* R@1 82\.8 +RS@k, Table 2$", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main(["recipes", "sop-recall-at-k"]) == 0
+    assert re.search(r"^  batch_size +4000 ", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main(["protocols"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("all-vs-all", "query-gallery", "vehicleid-official", "roxford"))
+
+
+def test_the_help_of_a_recipe_shows_its_own_settings(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["train", "cars-recall-at-k", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"--batch-size BATCH_SIZE [^\[]*\[392\]", text)
+    assert re.search(r"--milestones MILESTONES [^\[]*\[80,140\]", text)
 
 
 def test_demo_in_miniature(capsys, monkeypatch, tmp_path):

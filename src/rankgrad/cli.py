@@ -12,12 +12,27 @@ Verb: TypeAlias = Callable[[list[str]], int]
 
 # which extra of pyproject.toml brings a module that `import rankgrad` does without
 EXTRA_OF = {
-    "PIL": "glyphs",
+    "PIL": "train",
+    "faiss": "search",
     "matplotlib": "glyphs",
+    "onnx": "search",
+    "onnxruntime": "search",
+    "onnxscript": "search",
+    "pyarrow": "search",
     "pytorch_metric_learning": "bench",
-    "timm": "vision",
-    "torchvision": "vision",
+    "safetensors": "train",
+    "scipy": "train",
+    "starlette": "search",
+    "tensorboard": "tensorboard",
+    "timm": "train",
+    "torchmetrics": "bench",
+    "torchvision": "train",
+    "tqdm": "train",
+    "uvicorn": "search",
 }
+
+# shows where an error came from, for whoever wants to report it
+TRACEBACK = "--traceback"
 
 
 def demo(arguments: list[str]) -> int:
@@ -29,7 +44,12 @@ def demo(arguments: list[str]) -> int:
 
 def bench(arguments: list[str]) -> int:
     """Measure time and memory beside other implementations: `rankgrad bench losses`."""
-    verbs: Mapping[str, Verb] = {"losses": bench_losses, "kernels": bench_kernels, "plot": bench_plot}
+    verbs: Mapping[str, Verb] = {
+        "losses": bench_losses,
+        "kernels": bench_kernels,
+        "evaluation": bench_evaluation,
+        "plot": bench_plot,
+    }
     return _call(verbs, arguments, command="rankgrad bench")
 
 
@@ -47,6 +67,13 @@ def bench_kernels(arguments: list[str]) -> int:
     return run(arguments)
 
 
+def bench_evaluation(arguments: list[str]) -> int:
+    """Exact metrics over whole lists against pytorch-metric-learning and torchmetrics."""
+    from rankgrad.bench.evaluation import main as run
+
+    return run(arguments)
+
+
 def bench_plot(arguments: list[str]) -> int:
     """Draw time and memory against batch size from the rows that `kernels` wrote."""
     from rankgrad.bench.plot import main as run
@@ -54,12 +81,137 @@ def bench_plot(arguments: list[str]) -> int:
     return run(arguments)
 
 
-VERBS: Mapping[str, Verb] = {"demo": demo, "bench": bench}
+def train(arguments: list[str]) -> int:
+    """Train a recipe or your own images, and test the result."""
+    from rankgrad.recipes.commands import train as run
+
+    return run(arguments)
+
+
+def evaluate(arguments: list[str]) -> int:
+    """Test a trained run again."""
+    from rankgrad.recipes.commands import evaluate as run
+
+    return run(arguments)
+
+
+def recipes(arguments: list[str]) -> int:
+    """List the papers' rows that can be trained, or show one whole."""
+    from rankgrad.recipes.commands import recipes as run
+
+    return run(arguments)
+
+
+def check_data(arguments: list[str]) -> int:
+    """Read a data set and say what is there and what is wrong."""
+    from rankgrad.recipes.commands import check_data as run
+
+    return run(arguments)
+
+
+def plan(arguments: list[str]) -> int:
+    """Measure a step of a recipe on this machine: time, memory, chunk size."""
+    from rankgrad.recipes.commands import plan as run
+
+    return run(arguments)
+
+
+def sweep(arguments: list[str]) -> int:
+    """Try a grid of settings on validation classes, then test the best."""
+    from rankgrad.recipes.commands import sweep as run
+
+    return run(arguments)
+
+
+def study(arguments: list[str]) -> int:
+    """Run the papers' ablations on one data set: `rankgrad study omniglot`."""
+    from rankgrad.recipes.commands import study as run
+
+    return run(arguments)
+
+
+def protocols(arguments: list[str]) -> int:
+    """Print the evaluation protocols and metrics, each with its rule."""
+    from rankgrad.recipes.commands import protocols as run
+
+    return run(arguments)
+
+
+def report(arguments: list[str]) -> int:
+    """Make one HTML page of runs: curves, tables, retrieved images."""
+    from rankgrad.report.command import main as run
+
+    return run(arguments)
+
+
+def embed(arguments: list[str]) -> int:
+    """Embed images with the network of a run."""
+    from rankgrad.search.commands import main_embed as run
+
+    return run(arguments)
+
+
+def index(arguments: list[str]) -> int:
+    """Make embeddings searchable."""
+    from rankgrad.search.commands import main_index as run
+
+    return run(arguments)
+
+
+def search(arguments: list[str]) -> int:
+    """Find the images nearest to one."""
+    from rankgrad.search.commands import main_search as run
+
+    return run(arguments)
+
+
+def serve(arguments: list[str]) -> int:
+    """Open a local page to search by image."""
+    from rankgrad.search.commands import main_serve as run
+
+    return run(arguments)
+
+
+def export(arguments: list[str]) -> int:
+    """Write the network of a run for use elsewhere."""
+    from rankgrad.search.commands import main_export as run
+
+    return run(arguments)
+
+
+def figures(arguments: list[str]) -> int:
+    """Draw the papers' own pictures, computed anew."""
+    from rankgrad.report.figures.command import main as run
+
+    return run(arguments)
+
+
+VERBS: Mapping[str, Verb] = {
+    "demo": demo,
+    "train": train,
+    "eval": evaluate,
+    "recipes": recipes,
+    "check-data": check_data,
+    "plan": plan,
+    "sweep": sweep,
+    "study": study,
+    "protocols": protocols,
+    "report": report,
+    "embed": embed,
+    "index": index,
+    "search": search,
+    "serve": serve,
+    "export": export,
+    "figures": figures,
+    "bench": bench,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the `rankgrad` command."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    whole = TRACEBACK in arguments
+    arguments = [argument for argument in arguments if argument != TRACEBACK]
     try:
         return _call(VERBS, arguments, command="rankgrad")
     except ModuleNotFoundError as error:
@@ -68,6 +220,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"rankgrad: this needs {error.name}: pip install 'rankgrad[{extra}]'", file=sys.stderr)
         return 1
+    except (ValueError, OSError, RuntimeError) as error:
+        if whole or not _is_for_the_user(error):
+            raise
+        print(f"{' '.join(['rankgrad', *arguments[:1]])}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         # what a shell reports for a command ended by Ctrl-C
         return 130
@@ -75,9 +232,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _call(verbs: Mapping[str, Verb], arguments: list[str], *, command: str) -> int:
     """Hand the rest of `arguments` to the verb that stands first among them."""
+    width = max(map(len, verbs))
     parser = argparse.ArgumentParser(
         prog=command,
-        epilog="\n".join(["verbs:", *(f"  {name:8} {verb.__doc__}" for name, verb in verbs.items())]),
+        epilog="\n".join(["verbs:", *(f"  {name:{width}} {verb.__doc__}" for name, verb in verbs.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rankgrad {_version()}")
@@ -89,6 +247,15 @@ def _call(verbs: Mapping[str, Verb], arguments: list[str], *, command: str) -> i
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(verbs)}"
         parser.error(f"unknown verb {chosen.verb!r}: {hint}")
     return verbs[chosen.verb](chosen.rest)
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether the message alone says what to do: wrong input, files, a run that cannot go on. Other errors are bugs."""
+    if isinstance(error, (ValueError, OSError)):
+        return True
+    from rankgrad.train.errors import TrainingError
+
+    return isinstance(error, TrainingError)
 
 
 def _version() -> str:

@@ -1,5 +1,6 @@
 """A network's pass over a batch as two CUDA graphs: small networks otherwise wait for the host to launch their layers."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -42,7 +43,10 @@ class GraphedPass:
         plain, shape, dtype = self.model.forward, images.shape, images.dtype
         torch.clear_autocast_cache()
         # weights are cast inside the graph: a cast that was made outside would never be made again
-        with torch.autocast("cuda", dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False):
+        region = torch.autocast("cuda", dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False)
+        with region, warnings.catch_warnings():
+            # recording happens on a stream of its own, by design
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)
             torch.cuda.make_graphed_callables(self.model, (images.clone(),), allow_unused_input=True)
         replayed = self.model.forward
 

@@ -1,0 +1,271 @@
+"""A recipe from beginning to end: data, training, tests, and the table of what was reached beside what is published."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from rankgrad.eval import Result, evaluate_table
+from rankgrad.models import Embedder
+from rankgrad.recipes.batches import make_batches
+from rankgrad.recipes.losses import make_loss
+from rankgrad.recipes.models import groups_of, make_model, whiten
+from rankgrad.recipes.recipe import SETTINGS, Published, Recipe
+from rankgrad.recipes.shelf import Part, Place, Shelf
+from rankgrad.recipes.testing import Tester, comparison, embeddings_of, save
+from rankgrad.train.checkpoints import RunFolder
+from rankgrad.train.loop import Outcome, fit
+from rankgrad.train.protocols import Evaluator
+from rankgrad.train.settings import TrainSettings
+
+RECIPE_FILE, DEBUG_FILE = "recipe.json", "DEBUG.txt"
+DEBUG_NOTICE = "This is a debug run: everything in it was shrunk, and its numbers mean nothing."
+# settings that may change between two parts of one run: they decide how something is read or shown, not what is trained
+FREE = ("partial", "skip_bad", "test_on", "scales")
+VALIDATION = "validation"
+
+
+def start_run(recipe: Recipe, shelf: Shelf, folder: Path, *, debug: bool = False) -> Mapping[str, Result]:
+    """Train `recipe` in a new folder and test it."""
+    if folder.exists() and not _is_free(folder):
+        way = f"continue the run in it with --resume {folder}, or " if (folder / RECIPE_FILE).is_file() else ""
+        raise ValueError(f"{folder} is there already and not empty: {way}give another folder with --out")
+    return _run(recipe, shelf, folder, resume=False, debug=debug)
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether a run may begin in `folder`: it is empty, or a run ended there before its first step."""
+    if not folder.is_dir():
+        return False
+    checkpoints = RunFolder(folder).checkpoints
+    before_the_first_step = {RECIPE_FILE, DEBUG_FILE, checkpoints.name}
+    return {path.name for path in folder.iterdir()} <= before_the_first_step and not any(checkpoints.glob("*"))
+
+
+def continue_run(folder: Path, place: Place, changes: Mapping[str, Any]) -> int:
+    """Go on with the run in `folder` where it was stopped, from what the folder says and nothing else."""
+    saved = load_run(folder)
+    recipe = saved.recipe.with_settings(changes)
+    _run(recipe, Shelf(replace(place, data=place.data or saved.data)), folder, resume=True, debug=saved.debug)
+    return 0
+
+
+def _run(recipe: Recipe, shelf: Shelf, folder: Path, *, resume: bool, debug: bool) -> Mapping[str, Result]:
+    for note in shelf.data_set(recipe).notes:
+        print(f"note: {note}", flush=True)
+    model, outcome = train(recipe, shelf, folder, resume=resume, debug=debug)
+    if outcome.reason == "interrupted":
+        raise KeyboardInterrupt
+    which: Literal["best", "last"] = "best" if outcome.best else "last"
+    if which == "best":
+        RunFolder(folder).checkpoint(which).load_into(model)
+    print(f"testing the {which} checkpoint of {folder}", flush=True)
+    return examine(recipe, shelf, model, folder, debug=debug)
+
+
+def train(recipe: Recipe, shelf: Shelf, folder: Path, *, resume: bool, debug: bool = False) -> tuple[Embedder, Outcome]:
+    """The network of `recipe`, trained; the run's files are in `folder`."""
+    device = shelf.place.device
+    part, validation = shelf.training(recipe)
+    batches = make_batches(recipe, part, shelf.place)
+    run = RunFolder(folder)
+    begun = resume and run.pointer("last") is not None
+    # a checkpoint has all weights: the file or download that training began with is not needed again
+    model = make_model(replace(recipe, weights="none") if begun else recipe, device)
+    if recipe.whiten and not begun:
+        for remark in whiten(recipe, model, part, shelf.place):
+            print(f"note: {remark}", flush=True)
+    evaluators = _evaluators(recipe, shelf, validation)
+    run.prepare()
+    with _saved(recipe, shelf.place, folder, debug=debug):
+        outcome = fit(
+            model,
+            make_loss(recipe),
+            batches,
+            train_settings(recipe, shelf.place),
+            run,
+            groups=groups_of(recipe, model),
+            evaluators=evaluators,
+            select=next(iter(evaluators), None),
+            device=device,
+            resume=resume,
+            identity=_identity(recipe),
+            description={"recipe": recipe.name, "data": _counts(part, validation)},
+        )
+    return model, outcome
+
+
+@contextlib.contextmanager
+def _saved(recipe: Recipe, place: Place, folder: Path, *, debug: bool) -> Iterator[None]:
+    """Write RUN/recipe.json; settings with which the run is refused leave the file as it was."""
+    path = folder / RECIPE_FILE
+    before = path.read_bytes() if path.is_file() else None
+    save_run(recipe, place, folder, debug=debug)
+    try:
+        yield
+    except ValueError:
+        if before is not None:
+            path.write_bytes(before)
+        raise
+
+
+def train_and_test(
+    recipe: Recipe, shelf: Shelf, folder: Path, *, splits: Sequence[str]
+) -> tuple[dict[str, dict[str, float]], float]:
+    """Train, or go on training, in `folder`; what the last weights score on `splits`, and the seconds it took.
+
+    "validation" is scored by the classes that the recipe sets aside for it.
+    """
+    began = time.perf_counter()
+    model, outcome = train(recipe, shelf, folder, resume=RunFolder(folder).pointer("last") is not None)
+    if outcome.reason == "interrupted":
+        raise KeyboardInterrupt
+    scores = {split: dict(outcome.metrics[VALIDATION]) for split in splits if split == VALIDATION}
+    tester = Tester(recipe, shelf, model, folder)
+    for split in splits:
+        if split != VALIDATION:
+            scores[split] = dict(tester.score(split).result)
+    return scores, time.perf_counter() - began
+
+
+def evaluate_run(
+    folder: Path,
+    place: Place,
+    *,
+    splits: Sequence[str] | None = None,
+    checkpoint: str | None = None,
+    protocol: str | None = None,
+) -> Mapping[str, Result]:
+    """Test a checkpoint of the run in `folder` again."""
+    saved = load_run(folder)
+    shelf = Shelf(replace(place, data=place.data or saved.data))
+    run = RunFolder(folder)
+    which: Literal["best", "last"] = (
+        "last" if checkpoint == "last" or (checkpoint is None and not run.pointer("best")) else "best"
+    )
+    found = run.checkpoint(which)
+    # all weights come from the checkpoint: the file or download that training began with is not needed
+    model = make_model(replace(saved.recipe, weights="none"), place.device)
+    found.load_into(model)
+    print(f"testing the {which} checkpoint of {folder}, step {found.step:,}", flush=True)
+    return examine(saved.recipe, shelf, model, folder, splits=splits, protocol=protocol, debug=saved.debug)
+
+
+def examine(
+    recipe: Recipe,
+    shelf: Shelf,
+    model: Embedder,
+    folder: Path,
+    *,
+    splits: Sequence[str] | None = None,
+    protocol: str | None = None,
+    debug: bool = False,
+) -> Mapping[str, Result]:
+    """Score the test splits, write RUN/eval and print the comparison with what is published."""
+    known = shelf.tests(recipe)
+    for split in splits or ():
+        if split not in known:
+            raise ValueError(f"{recipe.name} cannot be tested on {split!r}: there is {', '.join(known)}")
+    results = {}
+    tester = Tester(recipe, shelf, model, folder, announce=True)
+    for split in splits or known:
+        tested = tester.score(split, protocol=protocol)
+        save(tested, folder, debug=debug)
+        results[split] = tested.result
+    print(f"\n{comparison(results, () if debug else recipe.published)}")
+    if debug:
+        print(f"\n{DEBUG_NOTICE}")
+    elif any(number.split in results for number in recipe.published):
+        print("\ndifference: points of percent. A published number holds for the paper's own data, weights and settings.")
+    return results
+
+
+def _evaluators(recipe: Recipe, shelf: Shelf, validation: Part | None) -> dict[str, Evaluator]:
+    """What chooses the best checkpoint while training goes on."""
+    if validation is not None:
+        ks = shelf.data_set(recipe).ks
+
+        def on_validation(model: nn.Module) -> Mapping[str, float]:
+            embeddings = embeddings_of(recipe, _embedder(model), validation, shelf.place)
+            return dict(evaluate_table(embeddings, validation.meant, ks=ks, device=shelf.place.device))
+
+        return {VALIDATION: on_validation}
+    if recipe.validation != "test":
+        return {}
+    split = next(iter(shelf.tests(recipe)))
+    return {split: lambda model: dict(Tester(recipe, shelf, _embedder(model)).score(split).result)}
+
+
+def _embedder(model: nn.Module) -> Embedder:
+    assert isinstance(model, Embedder)
+    return model
+
+
+def train_settings(recipe: Recipe, place: Place) -> TrainSettings:
+    """The part of `recipe` that the training loop decides by."""
+    shared = {field.name for field in fields(TrainSettings)} & set(SETTINGS)
+    values = {name: getattr(recipe, name) for name in shared}
+    # a number of steps replaces the number of epochs
+    values["epochs"] = 0 if recipe.steps else recipe.epochs
+    patience = 0 if recipe.validation == "none" else recipe.patience
+    return TrainSettings(
+        **{**values, "patience": patience}, warmup_epochs=recipe.warmup, tensorboard=place.tensorboard, wandb=place.wandb
+    )
+
+
+def _identity(recipe: Recipe) -> dict[str, Any]:
+    """What two parts of one run must agree in beside the settings of the loop."""
+    loop = {field.name for field in fields(TrainSettings)}
+    return {name: value for name, value in recipe.settings().items() if name not in loop and name not in FREE}
+
+
+def _counts(part: Part, validation: Part | None) -> dict[str, dict[str, int]]:
+    parts = {"train": part, **({VALIDATION: validation} if validation else {})}
+    return {name: {"images": len(found.labels), "classes": found.meant.num_classes} for name, found in parts.items()}
+
+
+def save_run(recipe: Recipe, place: Place, folder: Path, *, debug: bool) -> None:
+    """RUN/recipe.json: all that is needed to continue or test the run, and the published numbers."""
+    content = {
+        "name": recipe.name,
+        "what": recipe.what,
+        "settings": recipe.settings(),
+        "published": [asdict(number) for number in recipe.published],
+        "notes": list(recipe.notes),
+        "data": None if place.data is None else str(place.data),
+        "debug": debug,
+    }
+    RunFolder(folder).write_json(RECIPE_FILE, content)
+    if debug:
+        (folder / DEBUG_FILE).write_text(f"{DEBUG_NOTICE}\n", encoding="utf-8")
+
+
+class SavedRun:
+    """What RUN/recipe.json says."""
+
+    def __init__(self, recipe: Recipe, data: Path | None, *, debug: bool) -> None:
+        self.recipe, self.data, self.debug = recipe, data, debug
+
+
+def load_run(folder: Path) -> SavedRun:
+    """The recipe that the run in `folder` is of."""
+    path = folder / RECIPE_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {folder} is not the folder of a run")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        recipe = Recipe(
+            name=content["name"],
+            what=content.get("what", ""),
+            notes=tuple(content.get("notes", ())),
+            published=tuple(Published(**number) for number in content.get("published", ())),
+        ).with_settings(content["settings"])
+        data = content.get("data")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a recipe that this version can read: {error}") from error
+    return SavedRun(recipe, None if data is None else Path(data), debug=bool(content.get("debug")))

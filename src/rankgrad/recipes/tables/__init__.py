@@ -1,0 +1,1 @@
+"""The rows, one file per paper, and a file of our own."""

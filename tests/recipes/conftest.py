@@ -1,0 +1,31 @@
+"""Fake data sets, each written once for all tests of recipes."""
+
+import pytest
+import trees
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory):
+    """A function from the name of a data set to the folder of a small fake copy of it."""
+    root, built = tmp_path_factory.mktemp("trees"), {}
+
+    def folder(name):
+        if name not in built:
+            place = root / name
+            if name == "landmarks":
+                for part in ("gldv1", "roxford5k", "rparis6k"):
+                    trees.build(part, place / part)
+            else:
+                trees.build(name, place)
+            built[name] = place
+        return built[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_cache(tmp_path_factory):
+    """The glyphs are drawn once, and nothing is written to the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANKGRAD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
