@@ -1,0 +1,97 @@
+"""The whole page: sections in order, one style sheet, no script, nothing from elsewhere."""
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rankgrad.report.headline import description, numbers, side_by_side
+from rankgrad.report.markup import element, paragraph, text
+from rankgrad.report.pictures import Pictures
+from rankgrad.report.provenance import hardware, missing, settings
+from rankgrad.report.retrieval import categories, embedding_map, ranks
+from rankgrad.report.rows import best_and_worst, confusion_cards
+from rankgrad.report.runs import Evaluation, Run
+from rankgrad.report.training import diagnostics, events, learning
+from rankgrad.report.versus import won_and_lost
+
+# a page may hold pictures and styles of its own and can ask for nothing else, whatever a label says
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+ROWS_ALONE, ROWS_EACH = 5, 3
+
+Section = tuple[str, str, str]
+"""Anchor, title and content."""
+
+
+def page(runs: Sequence[Run], *, split: str | None = None, pictures: Pictures | None = None) -> str:
+    """One HTML document about one run, or about several beside each other.
+
+    Args:
+        runs: the first is what the others are compared with.
+        split: the test that curves and pictures are of, by default "test" or the first there is.
+        pictures: where thumbnails come from.
+    """
+    pictures = pictures or Pictures()
+    sections = [each for each in _sections(runs, split, pictures) if each[2]]
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    about = description(runs[0]) if len(runs) == 1 else ", ".join(run.name for run in runs)
+    links = "".join(element("li", element("a", text(name), href=f"#{anchor}")) for anchor, name, _ in sections)
+    body = "".join(element("section", element("h2", text(name)), content, id=anchor) for anchor, name, content in sections)
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{text(POLICY)}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{text(title)} \N{MIDDLE DOT} rankgrad report</title><style>{style}</style></head><body>"
+        + element("nav", element("ul", links), aria_label="Sections")
+        + element(
+            "main",
+            element("header", element("h1", text(title)), paragraph(text(about))),
+            body,
+            element("footer", text(f"rankgrad {_version()}. All numbers are read from the folders of the runs.")),
+        )
+        + "</body></html>\n"
+    )
+
+
+def _sections(runs: Sequence[Run], split: str | None, pictures: Pictures) -> list[Section]:
+    alone = len(runs) == 1
+    sections = [
+        ("numbers", "Numbers", numbers(runs[0], split) if alone else side_by_side(runs)),
+        ("learning", "Learning curves", learning(runs)),
+        ("diagnostics", "Diagnostics", diagnostics(runs)),
+        ("ranks", "Ranks", ranks(runs, split)),
+        ("categories", "Categories", categories(runs, split)),
+    ]
+    if not alone:
+        sections.append(("exchange", "Won and lost", won_and_lost(runs[0], runs[1:], split, pictures)))
+    each = ROWS_ALONE if alone else ROWS_EACH
+    sections += [
+        ("queries", "Queries", _of_each(runs, split, lambda test: best_and_worst(test, pictures, each=each))),
+        ("confusions", "Confusions", _of_each(runs, split, lambda test: confusion_cards(test, pictures))),
+        ("map", "Map of the embeddings", embedding_map(runs, split)),
+        ("settings", "Settings", settings(runs)),
+        ("hardware", "Hardware and versions", hardware(runs)),
+        ("events", "Events", events(runs)),
+    ]
+    # last, when all pictures were asked for
+    return [*sections, ("missing", "What is missing", missing(runs, pictures.remarks()))]
+
+
+def _of_each(runs: Sequence[Run], split: str | None, content: Callable[[Evaluation], str]) -> str:
+    parts = []
+    for run in runs:
+        test = run.evaluation(split)
+        if len(runs) > 1:
+            parts.append(element("h3", text(run.name), class_="run"))
+        parts.append(content(test) if test else paragraph("Not tested yet.", class_="absent"))
+    return "".join(parts)
+
+
+def _version() -> str:
+    try:
+        return version("rankgrad")
+    except PackageNotFoundError:
+        import rankgrad
+
+        return rankgrad.__version__

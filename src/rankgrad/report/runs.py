@@ -1,0 +1,321 @@
+"""A run's folder as values. What is missing or damaged is left out and noted, so that a report can say so.
+
+RUN/recipe.json, journal.jsonl, checkpoints/{best,last}.json
+RUN/eval/<split>/{result.json,queries.npz,table.csv,embeddings.npy}
+"""
+
+import csv
+import json
+import math
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Index = NDArray[np.int64]
+
+NO_CLASS = "-1"
+PREFERRED_SPLITS = ("test", "validation")
+
+
+@dataclass(frozen=True, eq=False)
+class Listed:
+    """The rows of table.csv: an image each."""
+
+    name: str  # "omniglot/test"
+    root: Path
+    paths: tuple[str, ...]
+    labels: tuple[str, ...]
+    categories: tuple[str, ...]  # "" where there is none
+    is_query: NDArray[np.bool_]
+    is_gallery: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def caption(self, row: int) -> str:
+        """The label of a row, or the name of its file where it is of no class."""
+        return Path(self.paths[row]).stem if self.labels[row] == NO_CLASS else self.labels[row]
+
+    @cached_property
+    def classes(self) -> Index:
+        """[N] equal where labels are; a row of no class has one of its own."""
+        numbers: Index = np.unique(np.array(self.labels, dtype=str), return_inverse=True)[1].astype(np.int64)
+        alone = np.array([label == NO_CLASS for label in self.labels], dtype=np.bool_)
+        return np.where(alone, len(self) + np.arange(len(self)), numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The test of one split. `queries` are the columns of queries.npz, empty where the file is gone."""
+
+    split: str
+    protocol: str
+    rule: str
+    metrics: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]]
+    deviations: Mapping[str, float]
+    per_category: Mapping[str, Mapping[str, float]]
+    count: int  # queries that had something to find
+    skipped: int
+    notes: tuple[str, ...]
+    queries: Mapping[str, NDArray[Any]]
+    table: Listed | None
+    embeddings: NDArray[np.float32] | None
+
+    @property
+    def index(self) -> Index | None:
+        """[Q] row of the table that each query is."""
+        return self.queries.get("index")
+
+    @property
+    def first_rank(self) -> NDArray[np.float64] | None:
+        """[Q] rank of the first right answer; of the medium setting where a protocol has several."""
+        for name in ("first_rank", "first_rank[medium]", "first_rank[hard]", "first_rank[easy]"):
+            if name in self.queries:
+                return self.queries[name]
+        return None
+
+    @property
+    def by_lists(self) -> bool:
+        """Whether the data set lists what is relevant, so that labels do not say it."""
+        return self.protocol.startswith("roxford")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What the folder of a run says."""
+
+    folder: Path
+    name: str
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    journal: Sequence[Mapping[str, Any]] = ()
+    evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
+    best: Mapping[str, Any] | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        found = self.recipe.get("settings")
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def debug(self) -> bool:
+        return bool(self.recipe.get("debug"))
+
+    def entries(self, *kinds: str) -> list[Mapping[str, Any]]:
+        """The journal's entries of these kinds, in order."""
+        return [entry for entry in self.journal if entry["kind"] in kinds]
+
+    def evaluation(self, split: str | None) -> Evaluation | None:
+        """The test of `split`, by default of the test split or of the first there is."""
+        if split is not None:
+            return self.evaluations.get(split)
+        names = [*(name for name in PREFERRED_SPLITS if name in self.evaluations), *self.evaluations]
+        return self.evaluations[names[0]] if names else None
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs, each under a name of its own."""
+    resolved = [folder.resolve() for folder in folders]
+    if len(set(resolved)) < len(resolved):
+        twice = next(folder for folder in folders if resolved.count(folder.resolve()) > 1)
+        raise ValueError(f"{twice} is named twice: give each run once")
+    return [_read(folder, name) for folder, name in zip(folders, names_of(resolved), strict=True)]
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """The last parts of the folders, as many as tell them apart."""
+    for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _read(folder: Path, name: str) -> Run:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not there: give the folder of a run, as `rankgrad train --out` made it")
+    parts = [folder / "recipe.json", folder / "journal.jsonl", folder / "eval"]
+    if not any(part.exists() for part in parts):
+        raise ValueError(f"{folder} is not the folder of a run: it holds none of {', '.join(part.name for part in parts)}")
+    problems: list[str] = []
+    evaluations = {}
+    for place in sorted((folder / "eval").glob("*/")):
+        found = _evaluation(place, problems)
+        if found is not None:
+            evaluations[found.split] = found
+    return Run(
+        folder=folder,
+        name=name,
+        recipe=_json(parts[0], problems) or {},
+        journal=_journal(parts[1], problems),
+        evaluations=evaluations,
+        best=_json(folder / "checkpoints" / "best.json", problems, wanted=False),
+        problems=tuple(problems),
+    )
+
+
+def _json(path: Path, problems: list[str], *, wanted: bool = True) -> dict[str, Any] | None:
+    """The object in a file; None, and a note where it was `wanted`, if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if wanted:
+            problems.append(f"{path.name} is missing")
+        return None
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return None
+    if isinstance(content, dict):
+        return content
+    problems.append(f"{path.name} does not hold an object")
+    return None
+
+
+def _journal(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    if not path.is_file():
+        problems.append(f"{path.name} is missing")
+        return []
+    entries, torn = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            torn += 1
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("kind"), str):
+            entries.append(entry)
+    if torn:
+        problems.append(f"{path.name}: {torn} damaged {'line' if torn == 1 else 'lines'} left out")
+    return entries
+
+
+def _evaluation(place: Path, problems: list[str]) -> Evaluation | None:
+    noted: list[str] = []
+    content = _json(place / "result.json", noted)
+    found = None
+    if content is not None:
+        table = _table(place / "table.csv", content, noted)
+        metrics = {str(name): float_of(value) for name, value in _mapping(content.get("metrics")).items()}
+        queries = _queries(place / "queries.npz", table, noted)
+        found = Evaluation(
+            split=place.name,
+            protocol=str(content.get("protocol", "unknown")),
+            rule=str(content.get("rule", "")),
+            metrics=metrics,
+            intervals=dict(_intervals(content.get("intervals"))),
+            deviations={str(name): float_of(value) for name, value in _mapping(content.get("deviations")).items()},
+            per_category={
+                str(name): {str(key): float_of(value) for key, value in _mapping(means).items()}
+                for name, means in _mapping(content.get("per_category")).items()
+            },
+            count=_count(content.get("queries"), len(queries.get("index", ()))),
+            skipped=_count(content.get("skipped"), 0),
+            notes=tuple(map(str, notes)) if isinstance(notes := content.get("notes"), list) else (),
+            queries=queries,
+            table=table,
+            embeddings=_embeddings(place / "embeddings.npy", table, noted),
+        )
+    problems += [f"eval/{place.name}/{note}" for note in noted]
+    return found
+
+
+def _count(value: Any, otherwise: int) -> int:
+    return value if isinstance(value, int) else otherwise
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _intervals(value: Any) -> Iterator[tuple[str, tuple[float, float]]]:
+    for name, bounds in _mapping(value).items():
+        if isinstance(bounds, list) and len(bounds) == 2:
+            low, high = map(float_of, bounds)
+            if math.isfinite(low) and math.isfinite(high):
+                yield str(name), (low, high)
+
+
+def float_of(value: Any) -> float:
+    """A number of a JSON file; NaN where there is none, also for the words that stand for NaN and infinities."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _table(path: Path, result: Mapping[str, Any], problems: list[str]) -> Listed | None:
+    try:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            rows = list(csv.DictReader(file))
+    except FileNotFoundError:
+        problems.append(f"{path.name} is missing")
+        return None
+    except (OSError, csv.Error) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return None
+    if not rows or not {"path", "label"} <= rows[0].keys():
+        problems.append(f"{path.name} has no rows with path and label")
+        return None
+
+    def flags(name: str) -> NDArray[np.bool_]:
+        return np.array([row.get(name) != "0" for row in rows], dtype=np.bool_)
+
+    return Listed(
+        name=str(result.get("table", "")),
+        root=Path(str(result.get("root", ""))),
+        paths=tuple(row["path"] or "" for row in rows),
+        labels=tuple(row["label"] or "" for row in rows),
+        categories=tuple(row.get("category") or "" for row in rows),
+        is_query=flags("is_query"),
+        is_gallery=flags("is_gallery"),
+    )
+
+
+def _queries(path: Path, table: Listed | None, problems: list[str]) -> dict[str, NDArray[Any]]:
+    """Columns of the same length, `index` and `neighbours` being rows of the table."""
+    try:
+        # numpy leaves a damaged archive open, so it is opened here
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            columns = {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        problems.append(f"{path.name} is missing")
+        return {}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return {}
+    index = columns.get("index")
+    if index is None or index.ndim != 1 or any(len(column) != len(index) for column in columns.values()):
+        problems.append(f"{path.name} does not hold one row per query")
+        return {}
+    if table is not None and len(index) and not 0 <= index.min() <= index.max() < len(table):
+        problems.append(f"{path.name} names rows that table.csv does not have")
+        return {}
+    return columns
+
+
+def _embeddings(path: Path, table: Listed | None, problems: list[str]) -> NDArray[np.float32] | None:
+    """Left on disk: only what is looked at is read."""
+    try:
+        found: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        problems.append(f"{path.name} is missing")
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return None
+    if (
+        found.ndim != 2
+        or not found.size
+        or not np.issubdtype(found.dtype, np.floating)
+        or (table is not None and len(found) != len(table))
+    ):
+        problems.append(f"{path.name} does not hold one row per row of table.csv")
+        return None
+    return found

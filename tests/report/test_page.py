@@ -1,0 +1,407 @@
+"""The page as a reader gets it: right numbers, nothing from outside, nothing that breaks it."""
+
+import base64
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from report.folders import copied, make_data, write_journal, write_run, write_test
+from report.parsed import Node, parsed, rows_of
+
+from rankgrad.report.command import main
+from rankgrad.report.markup import MINUS
+from rankgrad.report.page import page
+from rankgrad.report.pictures import Pictures
+from rankgrad.report.runs import read_runs
+
+HOSTILE = '<script>alert("1")</script>'
+SECTIONS = [
+    "numbers",
+    "learning",
+    "diagnostics",
+    "ranks",
+    "categories",
+    "queries",
+    "confusions",
+    "map",
+    "settings",
+    "hardware",
+    "events",
+]
+DASH = "\N{EN DASH}"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "first", data)
+
+
+@pytest.fixture(scope="module")
+def other(data, run):
+    return write_run(run.parent / "second", data, noise=1.4, seed=1, settings={"loss": "smooth-ap", "lr": 3e-4})
+
+
+@pytest.fixture(scope="module")
+def html(run):
+    return page(read_runs([run]))
+
+
+@pytest.fixture(scope="module")
+def both(run, other):
+    return parsed(page(read_runs([run, other])))
+
+
+def section(tree: Node, name: str) -> Node:
+    return tree.one("section", id=name)
+
+
+def absent(tree: Node) -> str:
+    return " ".join(node.text() for node in tree.all("p", "absent"))
+
+
+def test_sections_are_there_in_order_and_linked(html):
+    tree = parsed(html)
+    assert [node.attributes["id"] for node in tree.all("section")] == SECTIONS
+    assert [link.attributes["href"] for link in tree.one("nav").all("a")] == [f"#{name}" for name in SECTIONS]
+    assert not absent(tree), "a whole run has nothing missing"
+
+
+def test_numbers_are_those_of_the_result(html, run):
+    result = json.loads((run / "eval/test/result.json").read_text())
+    header, *rows = rows_of(section(parsed(html), "numbers").all("table")[0])
+    assert header == ["metric", "this run", "95 % interval", "published", "difference", "source"]
+    shown = {row[0]: row[1:] for row in rows}
+    assert list(shown) == ["R@1", "R@2", "R@4", "mAP", "mAP@R"]
+    for metric, (value, interval, *_) in shown.items():
+        low, high = (100 * bound for bound in result["intervals"][metric])
+        assert value == f"{100 * result['metrics'][metric]:.1f}"
+        assert interval == f"{low:.1f}{DASH}{high:.1f}"
+    difference = 100 * result["metrics"]["R@1"] - 62.7
+    assert shown["R@1"][2:] == ["62.7", f"{difference:+.1f}".replace("-", MINUS), "FastAP, Table 1 batch 256"]
+    assert shown["mAP"][2:] == ["diverged", "", "RaMBO, Table 4"]
+    text = section(parsed(html), "numbers").text()
+    assert "Protocol all-vs-all: 36 queries." in text
+    assert "not tested here: large" in text
+
+
+def test_other_metrics_are_shown_too(html, run):
+    metrics = json.loads((run / "eval/test/result.json").read_text())["metrics"]
+    _, *rows = rows_of(section(parsed(html), "ranks").all("table")[0])
+    shown = {row[0]: row[1] for row in rows}
+    assert shown == {name: f"{100 * value:.1f}" for name, value in metrics.items() if not name.startswith(("R@", "mAP"))}
+
+
+def test_settings_hardware_and_events_are_told(html):
+    tree = parsed(html)
+    pairs = {
+        pair.all("dt")[0].text(): pair.all("dd")[0].text()
+        for name in ("settings", "hardware")
+        for pair in section(tree, name).one("dl").all("div")
+    }
+    assert pairs["loss"] == "fastap"
+    assert pairs["lr"] == "0.001"
+    assert pairs["ks"] == "1, 2"
+    assert pairs["torch"] == "2.15.0"
+    assert pairs["gpu"] == "Some GPU"
+    assert pairs["train data"] == "1,200 images, 30 classes"
+    events = rows_of(section(tree, "events").all("table")[0])[1:]
+    assert [row[2:] for row in events] == [
+        ["warning", "out of memory at step 12, which is repeated: chunks of 8"],
+        ["resume", "continued on Other GPU"],
+        ["end", "finished, after 1 h 2 min"],
+    ]
+
+
+def test_rows_mark_neighbours_of_the_class_by_sign(html, run):
+    queries = np.load(run / "eval/test/queries.npz")
+    rows = section(parsed(html), "queries").all("div", "found")
+    assert len(rows) == 15
+    worst = int(queries["first_rank"].max())
+    assert f"first right: {worst}" in rows[5].text(), "the worst come after five best"
+    for row in rows:
+        label = row.all("b")[0].text()
+        items = row.all("li")
+        assert len(items) == 10
+        for item in items:
+            is_right = item.all("span")[0].text()[1:].strip() == label
+            assert item.attributes["class"] == ("right" if is_right else "wrong")
+            assert item.all("i")[0].text() == ("✓" if is_right else "✕")
+            assert item.all("i")[0].attributes["aria-label"] == ("right" if is_right else "wrong")
+    assert any(item.attributes["class"] == "wrong" for row in rows for item in row.all("li"))
+
+
+def test_every_chart_has_a_title_a_description_and_no_colour_of_its_own(html):
+    charts = [node for node in parsed(html).all("svg") if node.attributes.get("role") == "img"]
+    assert len(charts) > 15
+    for chart in charts:
+        assert [child.tag for child in chart.children[:2]] == ["title", "desc"]
+        assert all(child.text() for child in chart.children[:2])
+        for node in chart.all("path") + chart.all("rect") + chart.all("circle") + chart.all("text"):
+            assert not {"fill", "stroke", "style"} & node.attributes.keys(), "themes could not change it"
+
+
+def test_colours_of_charts_are_in_the_style_sheet(html, both):
+    used = {
+        name
+        for tree in (parsed(html), both)
+        for tag in ("path", "rect", "circle", "text", "b")
+        for node in tree.all(tag)
+        for name in (node.attributes.get("class") or "").split()
+        if re.match(r"[fst]-", name)
+    }
+    style = parsed(html).one("style").text()
+    assert used
+    assert not {name for name in used if f".{name}" not in style}
+
+
+def assert_self_contained(html: str) -> None:
+    tree = parsed(html)
+    for tag in ("script", "link", "iframe", "object", "embed", "base", "form", "video", "audio"):
+        assert not tree.all(tag)
+    nodes = [node for tag in ("img", "a", "svg", "image", "use", "div", "span", "p", "td", "meta") for node in tree.all(tag)]
+    for node in nodes:
+        for name, value in node.attributes.items():
+            assert not name.startswith("on"), f"{node.tag} has a handler: {name}"
+            if name in ("src", "href", "srcset", "xlink:href"):
+                assert (value or "").startswith(("data:image/jpeg;base64,", "#")), value
+    style = tree.one("style").text()
+    assert "url(" not in style
+    assert "@import" not in style
+    policy = tree.all("meta")[1].attributes
+    assert policy["http-equiv"] == "Content-Security-Policy"
+    assert policy["content"] == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+def test_the_page_asks_for_nothing(html):
+    assert_self_contained(html)
+    assert "http:" not in html
+    assert "https:" not in html
+    assert len(html) < 5e6
+
+
+def test_hostile_text_stays_text(tmp_path):
+    data = make_data(tmp_path / "images", names=(HOSTILE, '"><img src=x onerror=alert(1)>', "a\0b\x1b[31m", "</title></style>"))
+    data.category_names[0] = HOSTILE
+    folder = write_run(tmp_path / "<b>run & co", data, settings={"trunk": HOSTILE, "loss": "</dd><script>"})
+    recipe = json.loads((folder / "recipe.json").read_text())
+    recipe |= {"name": HOSTILE, "notes": [HOSTILE]}
+    recipe["published"][0]["source"] = '<img src="http://example.org/x.png">'
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "warning", "step": 3, "time": HOSTILE, "message": HOSTILE}) + "\n")
+    for folders in ([folder], [folder, copied(folder, tmp_path / "other")]):
+        html = page(read_runs(folders))
+        assert_self_contained(html)
+        tree = parsed(html)
+        assert HOSTILE in section(tree, "events").text()
+        assert "alert" in section(tree, "queries").text()
+        assert '<img src="http://example.org/x.png">' in section(tree, "numbers").text()
+    assert "\0" not in html
+
+
+def test_pictures_stay_within_their_size(run):
+    pictures = Pictures(most_bytes=30_000)
+    tree = parsed(page(read_runs([run]), pictures=pictures))
+    sizes = [len((node.attributes["src"] or "").partition(",")[2]) for node in tree.all("img")]
+    assert 0 < sum(sizes) <= 30_000
+    assert pictures.left_out > 50
+    assert f"{pictures.left_out} pictures left out to keep the page small" in section(tree, "missing").text()
+
+
+def test_pictures_are_small_and_of_the_right_file(run, data):
+    tree = parsed(page(read_runs([run])))
+    first = tree.all("img")[0]
+    path = (first.attributes["alt"] or "").partition(", label")[0]
+    shown = Image.open(io.BytesIO(base64.b64decode((first.attributes["src"] or "").partition(",")[2]))).convert("RGB")
+    original = Image.open(data.root / path).convert("RGB")
+    assert max(shown.size) <= 96
+    assert np.abs(np.asarray(shown, float) - np.asarray(original.resize(shown.size), float)).mean() < 12
+
+
+def test_without_pictures_there_are_none(run, tmp_path):
+    assert main([str(run), "--no-pictures", "--out", str(tmp_path / "r.html")]) == 0
+    html = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "<img" not in html
+    assert "made without pictures" in html
+    assert len(parsed(html).all("span", "frame")) > 100
+
+
+def test_nothing_outside_the_root_becomes_a_picture(run, tmp_path, data):
+    (data.root.parent / "secret.png").write_bytes((data.root / data.paths[0]).read_bytes())
+    folder = copied(run, tmp_path / "run")
+    table = folder / "eval/test/table.csv"
+    table.write_text(re.sub(r"class \d+/\d+\.png", "../secret.png", table.read_text()))
+    tree = parsed(page(read_runs([folder])))
+    assert not tree.all("img")
+    assert "must be relative and stay inside its folder" in section(tree, "missing").text()
+
+
+def test_several_runs_stand_side_by_side(both, run, other):
+    first, second = (json.loads((folder / "eval/test/result.json").read_text()) for folder in (run, other))
+    results = first["metrics"], second["metrics"]
+    header, *rows = rows_of(section(both, "numbers").all("table")[0])
+    assert header == ["metric", "first", "second", "published"]
+    for row in rows:
+        values = [100 * result[row[0]] for result in results]
+        low, high = (100 * bound for bound in first["intervals"][row[0]])
+        assert row[1].startswith(f"{values[0]:.1f}")
+        assert row[1].endswith(f"{low:.1f}{DASH}{high:.1f}")
+        assert row[2].startswith(f"{values[1]:.1f}")
+        assert ("★" in row[1], "★" in row[2]) == (values[0] >= values[1], values[1] >= values[0])
+        assert f"{values[1] - values[0]:+.1f}".replace("-", MINUS) in row[2]
+        assert re.search(rf"\[[+{MINUS}]?[\d.]+, [+{MINUS}]?[\d.]+\]$", row[2]), "a paired interval"
+    assert "62.7 (FastAP, Table 1)" in rows[0][3]
+    settings = rows_of(section(both, "settings").all("table")[0])
+    assert settings[1:] == [["loss", "fastap", "smooth-ap"], ["lr", "0.001", "0.0003"]]
+    assert [node.attributes["id"] for node in both.all("section")] == [*SECTIONS[:5], "exchange", *SECTIONS[5:]]
+
+
+def test_curves_of_several_runs_are_named_at_their_ends(both):
+    for chart in section(both, "learning").all("figure")[:5]:
+        assert {node.text() for node in chart.all("text", "name")} == {"first", "second"}
+        dashes = {node.attributes.get("stroke-dasharray") for node in chart.all("path")}
+        assert len(dashes) == 2, "told apart without colours too"
+
+
+def test_won_and_lost_queries_are_counted(both, run, other):
+    before, after = (np.load(folder / "eval/test/queries.npz")["first_rank"] for folder in (run, other))
+    text = section(both, "exchange").text()
+    assert f"earlier for {(after < before).sum()} quer" in text
+    assert f"later for {(after > before).sum()} of {len(before)}" in text
+    assert f"{((before > 1) & (after == 1)).sum()} that had a wrong first answer" in text
+    assert f"{((before == 1) & (after > 1)).sum()} the other way round" in text
+    first = section(both, "exchange").all("div", "found")[0].text()
+    furthest = int(np.argmax(np.log(before) - np.log(after)))
+    assert f"rank {before[furthest]:.0f} → {after[furthest]:.0f}" in first
+
+
+def test_runs_on_other_queries_have_no_paired_interval(run, tmp_path):
+    alien = write_run(tmp_path / "alien", make_data(tmp_path / "images", classes=6))
+    tree = parsed(page(read_runs([run, alien])))
+    assert "did not answer the same queries" in section(tree, "numbers").text()
+    assert "[" not in rows_of(section(tree, "numbers").all("table")[0])[1][2]
+    assert "not tested on the same queries" in section(tree, "exchange").text()
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "nonsense"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "recipe.json",
+        "journal.jsonl",
+        "eval/test/result.json",
+        "eval/test/queries.npz",
+        "eval/test/table.csv",
+        "eval/test/embeddings.npy",
+        "checkpoints/best.json",
+    ],
+)
+def test_what_is_missing_or_damaged_is_said(run, other, tmp_path, name, damage):
+    folder = copied(run, tmp_path / "run")
+    path = folder / name
+    if damage == "gone":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
+    else:
+        path.write_bytes(b"\xff\xfe[1, 2")
+    tree = parsed(page(read_runs([folder]), pictures=Pictures(wanted=False)))
+    assert {node.attributes["id"] for node in tree.all("section")} >= set(SECTIONS)
+    # a cut table or a journal may still hold whole lines, and a run without a best checkpoint is a whole run
+    if damage == "nonsense" or name not in ("checkpoints/best.json", "eval/test/table.csv", "journal.jsonl"):
+        assert Path(name).name in section(tree, "missing").text()
+    parsed(page(read_runs([folder, other]), pictures=Pictures(wanted=False)))
+
+
+def test_a_run_that_has_not_been_tested(run, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_journal(folder / "journal.jsonl", 3, 0)
+    tree = parsed(page(read_runs([folder])))
+    assert "has not been tested" in section(tree, "numbers").text()
+    assert "rankgrad eval" in section(tree, "numbers").text()
+    both = parsed(page(read_runs([folder, run])))
+    assert "a test is missing" in section(both, "exchange").text()
+
+
+def test_images_that_are_gone_leave_frames(tmp_path):
+    data = make_data(tmp_path / "images", classes=4)
+    folder = write_run(tmp_path / "run", data)
+    shutil.rmtree(data.root)
+    tree = parsed(page(read_runs([folder])))
+    assert not tree.all("img")
+    assert len(tree.all("span", "frame")) > 50
+    assert "could not be read, the first is class" in section(tree, "missing").text()
+
+
+def test_an_old_journal_with_words_for_numbers_and_torn_lines(run, tmp_path):
+    folder = copied(run, tmp_path / "run")
+    lines = [
+        {"kind": "step", "step": 1, "loss": "nan"},
+        {"kind": "step", "step": 2, "loss": 0.5},
+        {"kind": "step", "loss": 0.4},
+        {"kind": "eval", "step": 2},
+        {"kind": "eval", "step": 2, "split": "validation", "metrics": {"R@1": "inf"}},
+        {"kind": "end"},
+        {"no": "kind"},
+    ]
+    (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "st')
+    tree = parsed(page(read_runs([folder])))
+    assert "1 damaged line left out" in section(tree, "missing").text()
+    assert "The journal does not say where" in section(tree, "hardware").text()
+
+
+def test_one_query_alone(tmp_path):
+    data = make_data(tmp_path / "images", classes=3, per_class=2)
+    data.is_query, data.is_gallery = [row == 0 for row in range(6)], [row > 0 for row in range(6)]
+    folder = write_run(tmp_path / "run", data, options={"neighbours": 3, "ks": (1,)})
+    tree = parsed(page(read_runs([folder])))
+    assert "1 query." in section(tree, "numbers").text()
+    assert len(section(tree, "queries").all("div", "found")) == 1
+
+
+def test_neighbours_are_found_again_where_they_were_not_kept(run, tmp_path, data):
+    folder = copied(run, tmp_path / "run")
+    write_test(folder / "eval/test", data, np.load(run / "eval/test/embeddings.npy"), {"ks": (1, 2, 4)})
+    rows = [
+        [item.all("img")[0].attributes["alt"] for item in section(parsed(page(read_runs([each]))), "queries").all("li")]
+        for each in (run, folder)
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_random_galleries_have_repeats_and_no_rows(data, tmp_path):
+    folder = write_run(tmp_path / "run", data, options={"protocol": "vehicleid-official", "ks": (1, 5)})
+    tree = parsed(page(read_runs([folder])))
+    assert "between repeats" in section(tree, "numbers").text()
+    assert "drawn at random ten times" in section(tree, "queries").text()
+    assert "Ranks of the relevant items" in section(tree, "ranks").text()
+
+
+def test_a_run_selected_on_its_test_says_so(run, tmp_path):
+    folder = copied(run, tmp_path / "run")
+    best = folder / "checkpoints/best.json"
+    best.write_text(best.read_text().replace('"validation"', '"test"'))
+    tree = parsed(page(read_runs([folder])))
+    assert "the best of many and too high" in section(tree, "numbers").all("p", "notice")[0].text()
+
+
+def test_a_debug_run_is_compared_with_nothing(data, tmp_path):
+    folder = write_run(tmp_path / "run", data, debug=True)
+    text = section(parsed(page(read_runs([folder]))), "numbers").text()
+    assert "its numbers mean nothing" in text
+    assert "62.7" not in text
+
+
+def test_the_same_run_gives_the_same_page(run, html):
+    assert page(read_runs([run])) == html
