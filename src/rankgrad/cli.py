@@ -19,6 +19,7 @@ EXTRA_OF = {
     "onnxruntime": "search",
     "onnxscript": "search",
     "pyarrow": "search",
+    "python_multipart": "search",
     "pytorch_metric_learning": "bench",
     "safetensors": "train",
     "scipy": "train",

@@ -1,0 +1,333 @@
+"""The search page's application: good questions answered, bad ones refused with a sentence."""
+
+import io
+import struct
+import threading
+import time
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+
+from rankgrad.search.commands import main_serve
+from rankgrad.search.server import SearchPage, make_app
+from rankgrad.search.uploads import MOST_BYTES, RefusedError, check_image
+
+
+@pytest.fixture(scope="module")
+def page(network, searcher) -> SearchPage:
+    return SearchPage(network, searcher)
+
+
+@pytest.fixture(scope="module")
+def client(page) -> TestClient:
+    return TestClient(make_app(page, hosts=["127.0.0.1", "localhost"]), base_url="http://127.0.0.1:8000")
+
+
+def send(client: TestClient, content: bytes, name: str = "query.png", **options):
+    return client.post("/api/search", files={"image": (name, content)}, **options)
+
+
+def encoded(kind: str, size: tuple[int, int] = (40, 30)) -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, kind)
+    return content.getvalue()
+
+
+def png_head(width: int, height: int) -> bytes:
+    """A PNG that says it is so large and is a few bytes."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(64))) + chunk(b"IEND", b"")
+
+
+def test_an_uploaded_image_of_the_gallery_finds_itself(client, data, gallery):
+    content = (data / "test" / "class-006" / "3.png").read_bytes()
+    answer = send(client, content)
+    assert answer.status_code == 200
+    found = answer.json()
+    assert found["query"] is None
+    assert len(found["results"]) == 24
+    first = found["results"][0]
+    assert (first["rank"], first["name"], first["label"]) == (1, "class-006/3.png", "class-006")
+    assert first["score"] == pytest.approx(1, abs=1e-4)
+    assert first["right"] is None
+    assert [one["rank"] for one in found["results"]] == list(range(1, 25))
+    scores = [one["score"] for one in found["results"]]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_a_search_from_the_gallery_says_what_is_right(client, gallery):
+    found = client.get("/api/search", params={"item": 7, "k": 29}).json()
+    assert found["query"] == {"id": 7, "label": "class-006", "category": "", "name": "class-006/1.png", "class_size": 6}
+    assert 7 not in [one["id"] for one in found["results"]]
+    assert len(found["results"]) == 29
+    for one in found["results"]:
+        assert one["right"] == (gallery.items.labels[one["id"]] == "class-006")
+        assert one["score"] == pytest.approx(float(gallery.embeddings[7] @ gallery.embeddings[one["id"]]), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+def test_every_kind_is_told_by_its_content(client, kind):
+    assert send(client, encoded(kind), name="../../etc/passwd").status_code == 200
+
+
+def test_a_camera_s_orientation_is_applied(client, data, network, tmp_path):
+    image = Image.open(data / "test" / "class-006" / "3.png").convert("RGB")
+    turned = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.transpose(Image.Transpose.ROTATE_90).save(turned, "PNG", exif=exif)
+    first = send(client, turned.getvalue()).json()["results"][0]
+    assert first["name"] == "class-006/3.png"
+    assert first["score"] == pytest.approx(1, abs=1e-4)
+
+
+WHOLE = encoded("JPEG", (400, 300))
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "sentence"),
+    [
+        (b"", 400, "The file is empty."),
+        (b"hello, this is text", 415, "This is no image that can be searched with: wanted is JPEG, PNG, WebP, GIF or BMP."),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 415, "This is no image that can be searched with"),
+        (encoded("TIFF"), 415, "This is no image that can be searched with"),
+        (b"\xff\xd8\xff\xe0 and no more", 422, "The JPEG file is damaged and cannot be read."),
+        (WHOLE[: len(WHOLE) // 2], 422, "The image cannot be read: it is cut off or damaged."),
+        (png_head(20_000, 20_000), 413, "The image has too many pixels: at most 40 million are searched with."),
+        (png_head(8_000, 8_000), 413, "This one has 8,000 x 8,000."),
+        (png_head(300, 300), 422, "The image cannot be read"),
+        (encoded("PNG", (900, 10)), 422, "too long a stripe"),
+    ],
+)
+def test_bad_uploads_are_answered_with_a_sentence(client, content, status, sentence):
+    answer = send(client, content, name="photo.jpg")
+    assert answer.status_code == status
+    assert sentence in answer.json()["error"]
+    assert "/tmp" not in answer.text
+    assert "Traceback" not in answer.text
+
+
+def test_nothing_is_decoded_of_a_bomb(monkeypatch):
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("pixels were decoded"))
+    with pytest.raises(RefusedError, match="too many pixels"):
+        check_image(png_head(20_000, 20_000))
+
+
+def test_too_large_is_refused_before_and_while_reading(client):
+    assert send(client, b"\xff\xd8\xff" + bytes(MOST_BYTES + 20_000)).status_code == 413
+    sent = 0
+
+    def endless():
+        nonlocal sent
+        yield b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.jpg"\r\n\r\n\xff\xd8\xff'
+        while sent < 5 * MOST_BYTES:
+            sent += 2**20
+            yield bytes(2**20)
+
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    answer = client.post("/api/search", content=endless(), headers=headers)
+    assert answer.status_code == 413
+    assert answer.json()["error"] == "The file is larger than 10 MB. Choose a smaller one."
+
+
+def test_a_file_just_above_the_limit_is_refused(client):
+    assert send(client, b"\xff\xd8\xff" + bytes(MOST_BYTES - 2)).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "sentence"),
+    [
+        ({"content": b"\xff\xd8\xff", "headers": {"content-type": "image/jpeg"}}, 415, 'Send the image as the field "image"'),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "The form cannot be read"),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=y"}}, 400, "The form cannot be read"),
+        ({"files": {"other": ("a.png", encoded("PNG"))}}, 400, 'The form has no file in the field "image".'),
+        ({"files": {"image": ("a.png", encoded("PNG"))}, "data": {"more": "1"}}, 400, "one image and nothing else"),
+    ],
+)
+def test_bad_forms_are_answered_with_a_sentence(client, options, status, sentence):
+    answer = client.post("/api/search", **options)
+    assert answer.status_code == status
+    assert sentence in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("address", "status", "sentence"),
+    [
+        ("/api/search", 400, "Say what to search from"),
+        ("/api/search?item=30", 404, "There is no image 30: the gallery has 0 to 29."),
+        ("/api/search?item=-1", 400, "item must be a whole number"),
+        ("/api/search?item=../../etc/passwd", 400, "item must be a whole number"),
+        ("/api/search?item=1&k=0", 400, "k must be a whole number from 1 to 100."),
+        ("/api/search?item=1&k=101", 400, "k must be a whole number from 1 to 100."),
+        ("/api/search?item=²", 400, "item must be a whole number"),
+        ("/api/items?offset=x", 400, "offset must be a whole number"),
+        ("/api/items?limit=1000000", 400, "limit must be a whole number from 1 to 96."),
+        ("/thumb/30", 404, "There is no image 30"),
+        ("/thumb/99999999999999999999999", 404, "There is no image"),
+        ("/thumb/-1", 404, "Not Found."),
+        ("/thumb/1.png", 404, "Not Found."),
+        ("/thumb/..%2f..%2fetc%2fpasswd", 404, "Not Found."),
+        ("/%2e%2e/%2e%2e/etc/passwd", 404, "Not Found."),
+        ("/page/index.html", 404, "Not Found."),
+        ("/../server.py", 404, "Not Found."),
+        ("/embedding.json", 404, "Not Found."),
+    ],
+)
+def test_bad_addresses_are_answered_with_a_sentence(client, address, status, sentence):
+    answer = client.get(address)
+    assert answer.status_code == status
+    assert sentence in answer.json()["error"]
+
+
+def test_no_file_is_opened_by_what_a_request_says(client, monkeypatch):
+    opened: list[str] = []
+    open_image = Image.open
+    monkeypatch.setattr(Image, "open", lambda file, *rest, **more: opened.append(str(file)) or open_image(file, *rest, **more))
+    send(client, encoded("PNG"), name="/etc/passwd")
+    client.get("/thumb/3?v=/etc/passwd")
+    assert len(opened) == 3
+    assert not any("passwd" in name for name in opened)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "192.168.0.7:8000", ""])
+def test_other_host_names_are_refused(client, host):
+    assert client.get("/api/about", headers={"host": host}).status_code == 400
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:8000", "LOCALHOST"])
+def test_its_own_names_are_answered(client, host):
+    assert client.get("/api/about", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("site", "path", "status"),
+    [
+        ("cross-site", "/api/about", 403),
+        ("same-site", "/thumb/1", 403),
+        ("cross-site", "/", 200),
+        ("same-origin", "/thumb/1", 200),
+    ],
+)
+def test_other_sites_scripts_are_refused(client, site, path, status):
+    assert client.get(path, headers={"sec-fetch-site": site}).status_code == status
+
+
+@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", "/icon.svg", "/api/about", "/thumb/0", "/nothing"])
+def test_every_answer_has_the_headers_that_keep_it_in(client, path):
+    headers = client.get(path).headers
+    assert headers["content-security-policy"].startswith("default-src 'self';")
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert "access-control-allow-origin" not in headers
+
+
+def test_the_page_asks_nobody_else(client):
+    texts = [client.get(path).text for path in ("/", "/page.js", "/page.css")]
+    assert not any("//" in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "") for text in texts)
+
+
+def test_a_thumbnail_says_nothing_of_its_file(network, searcher, data, tmp_path):
+    from rankgrad.search import Searcher, embed_images, folder_of_images
+
+    exif = Image.Exif()
+    exif[0x010F] = "SecretCamera"
+    image = Image.open(data / "test" / "class-006" / "3.png").convert("RGB")
+    (tmp_path / "in").mkdir()
+    image.save(tmp_path / "in" / "a.jpg", exif=exif, comment=b"SecretComment")
+    gallery = embed_images(network, folder_of_images(tmp_path / "in"), tmp_path / "out", shown=False)
+    page = SearchPage(network, Searcher(gallery))
+    content = page.thumb(0)
+    assert b"Secret" not in content
+    shown = Image.open(io.BytesIO(content))
+    assert shown.format == "JPEG"
+    assert min(shown.size) == 256
+    (tmp_path / "in" / "a.jpg").unlink()
+    with pytest.raises(RefusedError, match="The file of image 0 is no longer there"):
+        page.thumb(0)
+
+
+def test_items_are_paged_through_without_repeats(client):
+    pages = [client.get("/api/items", params={"seed": 5, "offset": offset, "limit": 12}).json() for offset in (0, 12, 24)]
+    found = [one["id"] for page in pages for one in page["items"]]
+    assert sorted(found) == list(range(30))
+    assert {page["total"] for page in pages} == {30}
+    other = client.get("/api/items", params={"seed": 6, "limit": 30}).json()
+    assert [one["id"] for one in other["items"]] != found
+
+
+def test_items_are_found_by_label(client, gallery):
+    answer = client.get("/api/items", params={"label": "CLASS-006"}).json()
+    assert answer["total"] == 6
+    assert {one["label"] for one in answer["items"]} == {"class-006"}
+    assert client.get("/api/items", params={"label": "unheard of"}).json() == {"total": 0, "offset": 0, "items": []}
+
+
+def test_the_page_is_served_while_the_network_works(page, monkeypatch):
+    begun, finish = threading.Event(), threading.Event()
+
+    def slow(network, content):
+        begun.set()
+        assert finish.wait(20)
+        raise RefusedError(422, "done")
+
+    monkeypatch.setattr("rankgrad.search.server.embed_upload", slow)
+    with TestClient(make_app(page, hosts=["*"])) as client:
+        answers = []
+        work = threading.Thread(target=lambda: answers.append(send(client, encoded("PNG"))))
+        work.start()
+        assert begun.wait(20)
+        began = time.monotonic()
+        assert client.get("/api/about").status_code == 200
+        assert client.get("/thumb/0").status_code == 200
+        assert time.monotonic() - began < 10
+        assert not answers
+        finish.set()
+        work.join(20)
+    assert answers[0].json() == {"error": "done"}
+
+
+def test_a_failure_inside_is_no_traceback_outside(page, monkeypatch):
+    monkeypatch.setattr(page, "about", lambda: {}["secret"])
+    client = TestClient(make_app(page, hosts=["*"]), raise_server_exceptions=False)
+    answer = client.get("/api/about")
+    assert answer.status_code == 500
+    assert answer.json() == {"error": "The search failed; the terminal says why."}
+
+
+def test_uploads_leave_no_file_behind(client, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert send(client, encoded("PNG")).status_code == 200
+    assert send(client, WHOLE[: len(WHOLE) // 2]).status_code == 422
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in, and the page asks for no password: add --allow-remote"),
+        (["--host", "example.org"], "add --allow-remote"),
+        (["--port", "70000"], "--port must be 0 to 65535, got 70000"),
+    ],
+)
+def test_serve_refuses(run_folder, searcher, arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main_serve([str(run_folder), "--index", str(searcher.gallery.folder), *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_said_to_be(run_folder, searcher):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(OSError, match=f"port {port} cannot be listened on .*choose another with --port"):
+            main_serve([str(run_folder), "--index", str(searcher.gallery.folder), "--port", port, "--device", "cpu"])
