@@ -1,1 +1,1 @@
-"""Files to checked tables to batches; here the built-in glyphs."""
+"""Files to checked tables to decoded images to batches of indices."""
