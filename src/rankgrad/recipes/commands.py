@@ -10,7 +10,7 @@ import torch
 
 from rankgrad.recipes.catalogue import RECIPES, description, find, listing
 from rankgrad.recipes.debug import shrunk
-from rankgrad.recipes.flags import Parser, add_settings, changed_settings
+from rankgrad.recipes.flags import Parser, add_settings, changed_settings, device_named
 from rankgrad.recipes.recipe import Recipe, nearest
 from rankgrad.recipes.shelf import Place, Shelf
 
@@ -197,15 +197,7 @@ def _add_place(parser: Parser) -> None:
 
 def _place(given: object) -> Place:
     values = vars(given)
-    name = values["device"]
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch sees no GPU here")
+    device = device_named(values["device"])
     cache = values["cache"] or os.environ.get("RANKGRAD_CACHE") or Path.home() / ".cache" / "rankgrad"
     if values["workers"] is not None and values["workers"] < 1:
         raise ValueError(f"--workers must be at least 1, got {values['workers']}")

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import torch
+
 from rankgrad.recipes.catalogue import shown
 from rankgrad.recipes.recipe import GROUPS, SETTINGS, Recipe, parse
 
@@ -13,6 +15,19 @@ from rankgrad.recipes.recipe import GROUPS, SETTINGS, Recipe, parse
 def flag_of(setting: str) -> str:
     """`--batch-size` for batch_size."""
     return f"--{setting.replace('_', '-')}"
+
+
+def device_named(name: str) -> torch.device:
+    """What `--device NAME` means; "auto" is a GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch sees no GPU here")
+    return device
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rankgrad.recipes.flags import Parser
+from rankgrad.recipes.flags import Parser, device_named
 from rankgrad.search.network import Network, open_run
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -192,15 +192,7 @@ def _add_network(parser: Parser, *, device: bool = True) -> None:
 
 def _network(run: Path, given: argparse.Namespace, default: str | None = None) -> Network:
     """The network of `run` as the command line wants it; `default` is the checkpoint where it does not say."""
-    name = getattr(given, "device", "cpu")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch sees no GPU here")
+    device = device_named(getattr(given, "device", "cpu"))
     network = open_run(run, device, checkpoint=given.checkpoint or default)
     if network.debug:
         print(f"note: {run} is a debug run, its embeddings mean nothing", file=sys.stderr)
