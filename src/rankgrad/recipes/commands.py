@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from rankgrad.recipes.catalogue import RECIPES, description, find, listing
 from rankgrad.recipes.debug import shrunk
 from rankgrad.recipes.flags import Parser, add_settings, changed_settings, device_named

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from rankgrad.recipes.flags import Parser, device_named
 from rankgrad.search.network import Network, open_run
 
