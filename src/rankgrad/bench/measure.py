@@ -80,12 +80,18 @@ def share_of_others(call: Callable[[], Result]) -> tuple[Result, float | None]:
     Calls made of many short parallel parts wait at the end of each for the slowest thread: on a machine where others
     take a core, they are slowed down many times more than a few long parts are.
     """
-    start, busy, own = time.perf_counter(), _busy_seconds(), time.process_time()
+    start, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
     result = call()
-    wall, busy_after, own = time.perf_counter() - start, _busy_seconds(), time.process_time() - own
+    wall, busy_after, own = time.perf_counter() - start, _busy_seconds(), _own_seconds() - own
     if busy is None or busy_after is None:
         return result, None
     return result, max(0.0, busy_after - busy - own) / wall / (os.cpu_count() or 1)
+
+
+def _own_seconds() -> float:
+    """CPU time of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def peak_memory(call: Call, device: torch.device) -> int:
