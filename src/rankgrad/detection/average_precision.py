@@ -1,0 +1,196 @@
+"""Average precision of boxes by the rules of Pascal VOC.
+
+A class's detections of all images are one list, the highest score first. Each looks for the object of its class and image that
+it overlaps most, taken already or not: with an intersection over union of at least 0.5 it is right if it is the first to
+find that object, wrong if it comes again, and left out if the object is difficult; with less it is wrong. Difficult objects
+need not be found.
+
+    11-point    the mean of the highest precision at a recall of at least 0, 0.1, ..., 1 (VOC 2007)
+    all-point   the area below the highest precision at a recall of at least r (VOC 2010 and later)
+
+COCO differs: there a detection whose best object is taken goes on to the next best.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankgrad._checks import check_choice, check_positive
+from rankgrad.detection.scenes import Boxes, Scene
+
+Rule: TypeAlias = Literal["11-point", "all-point"]
+RULES: tuple[Rule, ...] = ("11-point", "all-point")
+Floats = NDArray[np.float64]
+
+# what became of a detection
+WRONG, RIGHT, LEFT_OUT = 0, 1, 2
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The detections in one image."""
+
+    boxes: Boxes  # [D, 4]
+    labels: NDArray[np.int64]  # [D]
+    scores: NDArray[np.float32]  # [D]
+
+    def __post_init__(self) -> None:
+        count = len(self.labels)
+        if self.boxes.shape != (count, 4) or self.scores.shape != (count,):
+            raise ValueError(
+                f"Found: boxes [D, 4], labels [D] and scores [D] must agree, got {self.boxes.shape}, {self.labels.shape} and "
+                f"{self.scores.shape}"
+            )
+        if not np.isfinite(self.scores).all():
+            raise ValueError("Found: scores must be finite, got NaN or infinite ones")
+
+
+@dataclass(frozen=True, eq=False)
+class ClassResult:
+    """One class: its objects, and precision and recall after each detection that counts."""
+
+    name: str
+    objects: int  # that are not difficult
+    detections: int
+    recall: Floats
+    precision: Floats
+
+    def average_precision(self, rule: Rule = "11-point") -> float:
+        """NaN for a class without an object to find."""
+        check_choice(rule, RULES, name="rule", caller="average_precision")
+        if not self.objects:
+            return math.nan
+        if not len(self.recall):
+            return 0.0
+        if rule == "11-point":
+            # quotients of whole numbers: 3 of 10 objects reach the same float that 3 tenths are
+            reached = [self.recall >= tenths / 10 for tenths in range(11)]
+            return float(np.mean([self.precision[at].max(initial=0.0) for at in reached]))
+        highest = np.maximum.accumulate(self.precision[::-1])[::-1]
+        return float((np.diff(self.recall, prepend=0.0) * highest).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class DetectionResult:
+    """All classes, and what became of every detection.
+
+    Attributes:
+        iou: the overlap from which on a detection may be right.
+        classes: in the order of their labels.
+        verdicts: for each image, what became of its detections: `WRONG`, `RIGHT` or `LEFT_OUT`.
+        missed: for each image, which of its objects nobody found; difficult ones are not missed.
+    """
+
+    iou: float
+    classes: tuple[ClassResult, ...]
+    verdicts: tuple[NDArray[np.int64], ...]
+    missed: tuple[NDArray[np.bool_], ...]
+
+    def mean(self, rule: Rule = "11-point") -> float:
+        """Over the classes that have an object; NaN where none has."""
+        values = [each.average_precision(rule) for each in self.classes if each.objects]
+        return float(np.mean(values)) if values else math.nan
+
+    def metrics(self) -> dict[str, float]:
+        """AP by both rules; the first is the paper's number for VOC 2007."""
+        name = f"AP{round(100 * self.iou)}"
+        return {name: self.mean("11-point"), f"{name}[all-point]": self.mean("all-point")}
+
+    def per_class(self) -> dict[str, Mapping[str, float]]:
+        name = f"AP{round(100 * self.iou)}"
+        return {
+            each.name: {
+                name: each.average_precision("11-point"),
+                f"{name}[all-point]": each.average_precision("all-point"),
+                "objects": float(each.objects),
+                "detections": float(each.detections),
+            }
+            for each in self.classes
+        }
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Classes without an object, which are not in the mean."""
+        return tuple(each.name for each in self.classes if not each.objects)
+
+
+def evaluate_boxes(
+    found: Sequence[Found], scenes: Sequence[Scene], class_names: Sequence[str], *, iou: float = 0.5
+) -> DetectionResult:
+    """Judges the detections of each image against its objects.
+
+    Args:
+        found: the detections, an entry per image.
+        scenes: the images with their objects, in the same order.
+        class_names: of labels 1, 2, ...
+        iou: the overlap from which on a detection may be right.
+    """
+    check_positive(iou, name="iou", caller="evaluate_boxes")
+    if len(found) != len(scenes):
+        raise ValueError(f"evaluate_boxes: found must be one per image, {len(scenes)}, got {len(found)}")
+    for each, scene in zip(found, scenes, strict=True):
+        if len(each.labels) and not 1 <= each.labels.min() <= each.labels.max() <= len(class_names):
+            raise ValueError(
+                f"evaluate_boxes: labels must be 1..{len(class_names)}, got {sorted(set(each.labels.tolist()))} in {scene.name}"
+            )
+    overlaps = [_overlap(each.boxes, scene.boxes) for each, scene in zip(found, scenes, strict=True)]
+    verdicts = tuple(np.full(len(each.labels), WRONG, np.int64) for each in found)
+    taken = [np.zeros(len(scene.labels), np.bool_) for scene in scenes]
+    image = np.repeat(np.arange(len(found)), [len(each.labels) for each in found])
+    row = np.concatenate([np.arange(len(each.labels)) for each in found]) if found else np.zeros(0, np.int64)
+    scores = np.concatenate([each.scores for each in found]) if found else np.zeros(0, np.float32)
+    labels = np.concatenate([each.labels for each in found]) if found else np.zeros(0, np.int64)
+    # of equal scores the first image's come first, and in an image the first
+    order = np.argsort(-scores, kind="stable")
+    for place in order.tolist():
+        _judge(int(image[place]), int(row[place]), int(labels[place]), overlaps, scenes, taken, verdicts, iou)
+    classes = []
+    judged = np.concatenate(verdicts)[order] if found else np.zeros(0, np.int64)
+    for label, name in enumerate(class_names, start=1):
+        objects = sum(int(((scene.labels == label) & ~scene.difficult).sum()) for scene in scenes)
+        counted = judged[(labels[order] == label) & (judged != LEFT_OUT)]
+        right = np.cumsum(counted == RIGHT)
+        recall, precision = right / max(objects, 1), right / np.arange(1, len(counted) + 1)
+        classes.append(ClassResult(name, objects, int((labels == label).sum()), recall, precision))
+    missed = tuple(~(taken_here | scene.difficult) for taken_here, scene in zip(taken, scenes, strict=True))
+    return DetectionResult(iou, tuple(classes), verdicts, missed)
+
+
+def _judge(
+    image: int,
+    row: int,
+    label: int,
+    overlaps: Sequence[Floats],
+    scenes: Sequence[Scene],
+    taken: Sequence[NDArray[np.bool_]],
+    verdicts: Sequence[NDArray[np.int64]],
+    iou: float,
+) -> None:
+    """What becomes of one detection, when all with higher scores have been judged."""
+    scene = scenes[image]
+    overlap = np.where(scene.labels == label, overlaps[image][row], -1.0)
+    if not len(overlap):
+        return
+    best = int(overlap.argmax())
+    if overlap[best] < iou:
+        return
+    if scene.difficult[best]:
+        verdicts[image][row] = LEFT_OUT
+    elif not taken[image][best]:
+        verdicts[image][row] = RIGHT
+        taken[image][best] = True
+
+
+def _overlap(first: Boxes, second: Boxes) -> Floats:
+    """[D, M] intersection over union."""
+    one, two = first.astype(np.float64)[:, None], second.astype(np.float64)[None]
+    low, high = np.maximum(one[..., :2], two[..., :2]), np.minimum(one[..., 2:], two[..., 2:])
+    shared = (high - low).clip(min=0).prod(axis=2)
+    areas = [(each[..., 2:] - each[..., :2]).clip(min=0).prod(axis=2) for each in (one, two)]
+    union: Floats = areas[0] + areas[1] - shared
+    overlap: Floats = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+    return overlap
