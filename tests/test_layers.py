@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "models": set(),
     "eval": {"ops"},
     "train": {"data", "eval"},
-    "detection": {"rankgrad", "losses", "data", "eval"},
+    "detection": {"rankgrad", "losses", "data", "models", "eval", "train", "recipes", "report"},
     "recipes": {"rankgrad", "ops", "losses", "data", "models", "eval", "train", "detection"},
     "search": {"data", "models", "eval", "train", "recipes"},
     "report": {"rankgrad", "data", "eval"},

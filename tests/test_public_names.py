@@ -9,6 +9,7 @@ import rankgrad as rg
 NAMES = [
     "AveragePrecision",
     "Blackbox",
+    "DistributedRankLoss",
     "EmbeddingMemory",
     "Exact",
     "FastAPLoss",
@@ -58,6 +59,7 @@ SIGNATURES = {
     "SiMix": {"loss": ..., "generator": None},
     "EmbeddingMemory": {"loss": ..., "size": ...},
     "ScoreMemory": {"loss": ..., "size": ...},
+    "DistributedRankLoss": {"loss": ..., "group": None},
     "LargeBatch": {"model": ..., "loss": ..., "chunk_size": ..., "keep": "auto", "autocast": None},
     "evaluate": {"embeddings": ..., "labels": ..., "ref_emb": None, "ref_labels": None},
     "MulticlassRankLoss": {"loss": None, "interclass": 1 / 3, "memory": 0},

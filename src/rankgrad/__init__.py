@@ -1,6 +1,7 @@
 """Train on the metric you report: rank-based losses for retrieval, with batches as large as the metric needs."""
 
 from rankgrad.eval import Result, evaluate
+from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory, ScoreMemory
 from rankgrad.losses.multiclass import MulticlassRankLoss
 from rankgrad.losses.objectives import (
@@ -26,6 +27,7 @@ __all__ = [
     "NDCG",
     "AveragePrecision",
     "Blackbox",
+    "DistributedRankLoss",
     "EmbeddingMemory",
     "Exact",
     "FastAPLoss",

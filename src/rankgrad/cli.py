@@ -43,12 +43,21 @@ def demo(arguments: list[str]) -> int:
     return run(arguments)
 
 
+def detect(arguments: list[str]) -> int:
+    """Train and test object detectors with RaMBO's AP loss."""
+    from rankgrad.detection.command import main as run
+
+    return run(arguments)
+
+
 def bench(arguments: list[str]) -> int:
     """Measure time and memory beside other implementations: `rankgrad bench losses`."""
     verbs: Mapping[str, Verb] = {
         "losses": bench_losses,
         "kernels": bench_kernels,
         "evaluation": bench_evaluation,
+        "distributed": bench_distributed,
+        "ap": bench_ap,
         "plot": bench_plot,
     }
     return _call(verbs, arguments, command="rankgrad bench")
@@ -71,6 +80,20 @@ def bench_kernels(arguments: list[str]) -> int:
 def bench_evaluation(arguments: list[str]) -> int:
     """Exact metrics over whole lists against pytorch-metric-learning and torchmetrics."""
     from rankgrad.bench.evaluation import main as run
+
+    return run(arguments)
+
+
+def bench_distributed(arguments: list[str]) -> int:
+    """The loss alone and a whole step on 1, 2, 4 processes of this machine, as efficiency."""
+    from rankgrad.bench.distributed import main as run
+
+    return run(arguments)
+
+
+def bench_ap(arguments: list[str]) -> int:
+    """RaMBO's Table 6: the AP loss of 100,000 to 100 million scores."""
+    from rankgrad.bench.ap import main as run
 
     return run(arguments)
 
@@ -113,6 +136,13 @@ def check_data(arguments: list[str]) -> int:
 def plan(arguments: list[str]) -> int:
     """Measure a step of a recipe on this machine: time, memory, chunk size."""
     from rankgrad.recipes.commands import plan as run
+
+    return run(arguments)
+
+
+def check_equivalence(arguments: list[str]) -> int:
+    """Show that several processes compute what one does, for a recipe of yours."""
+    from rankgrad.recipes.commands import check_equivalence as run
 
     return run(arguments)
 
@@ -194,6 +224,7 @@ VERBS: Mapping[str, Verb] = {
     "recipes": recipes,
     "check-data": check_data,
     "plan": plan,
+    "check-equivalence": check_equivalence,
     "sweep": sweep,
     "study": study,
     "protocols": protocols,
@@ -204,6 +235,7 @@ VERBS: Mapping[str, Verb] = {
     "serve": serve,
     "export": export,
     "figures": figures,
+    "detect": detect,
     "bench": bench,
 }
 
@@ -224,8 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         if whole or not _is_for_the_user(error):
             raise
-        print(f"{' '.join(['rankgrad', *arguments[:1]])}: {error}", file=sys.stderr)
-        return 2
+        from rankgrad.train.launch import tell
+
+        return tell(" ".join(["rankgrad", *arguments[:1]]), error)
     except KeyboardInterrupt:
         # what a shell reports for a command ended by Ctrl-C
         return 130
@@ -255,8 +288,9 @@ def _is_for_the_user(error: Exception) -> bool:
     if isinstance(error, (ValueError, OSError)):
         return True
     from rankgrad.train.errors import TrainingError
+    from rankgrad.train.processes import is_lost, launched
 
-    return isinstance(error, TrainingError)
+    return isinstance(error, TrainingError) or (launched() and is_lost(error))
 
 
 def _version() -> str:
@@ -267,3 +301,7 @@ def _version() -> str:
         import rankgrad
 
         return rankgrad.__version__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,6 +18,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
@@ -39,6 +40,10 @@ Item: TypeAlias = tuple[int, tuple[float, float, float, float], bool]
 
 # what Pillow's readers raise at a damaged file, besides their own DecompressionBombError
 DAMAGE = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error, zlib.error)
+
+# what Pillow may take a file for, by its content and whatever its name: not PostScript, which is a program for Ghostscript; a
+# JPEG of several pictures is one of these too
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 
 # longer images would be stored at more than this many squares, megabytes of a stripe
 LONGEST = 32
@@ -76,7 +81,7 @@ class Decoder:
         def read(image: "Image.Image") -> "Image.Image":
             box, turn = self._box(row, image), _turn(image)
             height, width = self._stored_shape(*_oriented_size(image, box))
-            rgb = _to_rgb(image if box is None else image.crop(box))
+            rgb = to_rgb(image if box is None else image.crop(box))
             if turn is not None:
                 rgb = rgb.transpose(turn)
             return rgb.resize((width, height), Image.Resampling.BILINEAR)
@@ -88,26 +93,11 @@ class Decoder:
         return np.ascontiguousarray(np.asarray(self.image(row)).transpose(2, 0, 1))
 
     def _guarded(self, row: int, read: "Callable[[Image.Image], T]") -> T:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
 
         if self.table.pixels is not None:
             return read(Image.fromarray(self.table.pixels[row]))
-        path = self.table.file(row)
-        try:
-            with Image.open(path) as image:
-                return read(image)
-        except UnreadableImageError:
-            raise
-        except FileNotFoundError as error:
-            raise UnreadableImageError(f"{path} does not exist") from error
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise UnreadableImageError(
-                f"{path} is too large to be an honest image: {error} Raise PIL.Image.MAX_IMAGE_PIXELS if it is one"
-            ) from error
-        except UnidentifiedImageError as error:
-            raise UnreadableImageError(f"{path} is no image that Pillow can read") from error
-        except DAMAGE as error:
-            raise UnreadableImageError(f"{path} cannot be read: {error}") from error
+        return read_guarded(self.table.file(row), read)
 
     def _box(self, row: int, image: "Image.Image") -> tuple[int, int, int, int] | None:
         """The part of the file that is the image, in whole pixels inside it."""
@@ -134,6 +124,28 @@ class Decoder:
         # truncated, as torchvision does
         long = int(self.side * long / short)
         return (self.side, long) if height <= width else (long, self.side)
+
+
+def read_guarded(path: Path, read: "Callable[[Image.Image], T]") -> T:
+    """`read` of the image at `path`; whatever is wrong with the file is an `UnreadableImageError` that names it."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        # a pipe of that name would be waited for
+        if not path.is_file():
+            raise UnreadableImageError(f"{path} {'is no file' if path.exists() else 'does not exist'}")
+        with Image.open(path, formats=FORMATS) as image:
+            return read(image)
+    except UnreadableImageError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise UnreadableImageError(
+            f"{path} is too large to be an honest image: {error} Raise PIL.Image.MAX_IMAGE_PIXELS if it is one"
+        ) from error
+    except UnidentifiedImageError as error:
+        raise UnreadableImageError(f"{path} is no image that Pillow can read as one of {', '.join(FORMATS)}") from error
+    except DAMAGE as error:
+        raise UnreadableImageError(f"{path} cannot be read: {error}") from error
 
 
 class Decoding(Dataset[Tensor]):
@@ -289,7 +301,8 @@ def _oriented_size(image: "Image.Image", box: tuple[int, int, int, int] | None) 
     return (right - left, bottom - top) if _turn(image) in sideways else (bottom - top, right - left)
 
 
-def _to_rgb(image: "Image.Image") -> "Image.Image":
+def to_rgb(image: "Image.Image") -> "Image.Image":
+    """8 bits of RGB; `ValueError` where it is not clear what they would be."""
     from PIL import Image
 
     if image.mode.startswith("I"):

@@ -65,6 +65,8 @@ class Batches:
         workers: processes that decode for a `Decoding` source; 0 decodes in a thread. Decoded images need none: one thread
             crops ahead on the CPU, and a GPU does it without anybody waiting.
         dtype: torch.uint8 (values rounded, as image files hold them) or torch.float32, 0 .. 255 both.
+        part: (i, n) shows only the i-th of n contiguous parts of every batch, counted from 0: what one process of n needs.
+            Which images, crops and flips there are is drawn for the whole batch, so that n makes no difference to them.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Batches:
         workers: int = 0,
         *,
         dtype: torch.dtype = torch.uint8,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         check_count(size, name="size", caller="Batches")
         check_count(workers, name="workers", caller="Batches", least=0)
@@ -87,6 +90,10 @@ class Batches:
             raise ValueError(f"Batches: labels must be one per image, {len(source)} of them, got {len(self.labels)}")
         if isinstance(source, Decoding) and source.size != size:
             raise ValueError(f"Batches: size must be that of the Decoding source, {source.size}, got {size}")
+        check_count(part[1], name="part[1]", caller="Batches")
+        if not 0 <= part[0] < part[1]:
+            raise ValueError(f"Batches: part must be (i, n) with i from 0 to n - 1, got {part}")
+        self.part = part
         self.source, self.sampler, self.augment = source, sampler, augment
         self.size, self.seed, self.device, self.workers, self.dtype = size, seed, torch.device(device), workers, dtype
         self.epoch = 0
@@ -118,7 +125,15 @@ class Batches:
         for step, batch in steps:
             indices = torch.tensor(batch)
             random = generator(self.seed, "augment", epoch, step)
-            yield _Drawn(step, indices, *self.augment.draw(self.source.shapes[indices], random))
+            boxes, flip = self.augment.draw(self.source.shapes[indices], random)
+            own = self._own(step, len(batch))
+            yield _Drawn(step, indices[own], boxes[own], flip[own])
+
+    def _own(self, step: int, items: int) -> slice:
+        i, n = self.part
+        if items < n:
+            raise ValueError(f"Batches: the batch of step {step} has {items} images, which {n} processes cannot share")
+        return slice(items * i // n, items * (i + 1) // n)
 
     def _made(self, steps: Iterator["_Drawn"]) -> Iterator[tuple["_Drawn", Tensor]]:
         if isinstance(self.source, Decoding):

@@ -1,5 +1,6 @@
 """Embeddings -> ranks of relevant items -> metrics under a named protocol."""
 
+from rankgrad.eval.divided import evaluate_divided
 from rankgrad.eval.evaluation import evaluate, expected_memory
 from rankgrad.eval.nearest import neighbours
 from rankgrad.eval.protocols import PROTOCOLS, describe_protocols
@@ -13,6 +14,7 @@ __all__ = [
     "Result",
     "describe_protocols",
     "evaluate",
+    "evaluate_divided",
     "evaluate_table",
     "expected_memory",
     "neighbours",

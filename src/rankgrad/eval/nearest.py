@@ -71,17 +71,18 @@ def nearest(
                 panel = candidates[first : first + span]
                 scores = torch.cat([tiles[i] @ tile.t() for tile in panel.split(side)], dim=1)
                 begin = block.start + first
-                _hide_own(scores, own[chunk], begin)
-                keys = _keys(scores, begin)[:, : block.stop - begin]
+                hide_own(scores, own[chunk], begin)
+                keys = sort_keys(scores, begin)[:, : block.stop - begin]
                 best[i] = torch.cat((best[i], keys), dim=1).topk(k, dim=1).values
             done += (chunk.stop - chunk.start) * (block.stop - block.start)
             if progress:
                 progress(done, total)
     found = torch.cat([keys[: chunk.stop - chunk.start] for keys, chunk in zip(best, chunks, strict=True)]).cpu()
-    return _scores_of(found), _candidates_of(found)
+    return scores_of(found), candidates_of(found)
 
 
-def _hide_own(scores: Tensor, own: Index, begin: int) -> None:
+def hide_own(scores: Tensor, own: Index, begin: int) -> None:
+    """Sets the scores of queries with themselves, at the candidates `own`, to -inf in a tile of candidates from `begin` on."""
     here = np.flatnonzero((own >= begin) & (own < begin + scores.shape[1]))
     rows, columns = torch.from_numpy(here), torch.from_numpy(own[here] - begin)
     scores[rows.to(scores.device), columns.to(scores.device)] = -torch.inf
@@ -93,18 +94,20 @@ def ordered_bits(scores: Tensor) -> Tensor:
     return torch.where(bits < 0, -(2**31) - bits - 1, bits)
 
 
-def _keys(scores: Tensor, begin: int) -> Tensor:
+def sort_keys(scores: Tensor, begin: int) -> Tensor:
     """int64 that order by score and, where scores are equal, the earlier candidate first: no two keys are equal."""
     candidate = torch.arange(begin, begin + scores.shape[1], device=scores.device)
     return ordered_bits(scores) * 2**32 + (2**32 - 1 - candidate)
 
 
-def _candidates_of(keys: Tensor) -> Index:
+def candidates_of(keys: Tensor) -> Index:
+    """The candidates that made these keys."""
     index: Index = (2**32 - 1 - (keys & (2**32 - 1))).numpy()
     return index
 
 
-def _scores_of(keys: Tensor) -> NDArray[np.float32]:
+def scores_of(keys: Tensor) -> NDArray[np.float32]:
+    """The scores that made these keys."""
     bits = keys >> 32
     scores: NDArray[np.float32] = torch.where(bits < 0, -(2**31) - bits - 1, bits).to(torch.int32).view(torch.float32).numpy()
     return scores

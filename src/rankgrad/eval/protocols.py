@@ -91,7 +91,7 @@ def by_labels(request: Request) -> Result:
     total = ((len(request.queries) if symmetric else len(asked)) + passes * len(asked)) * candidates
     meter = Meter(request.progress, total)
     columns = _columns(_counted(request, relevance, meter), request.ks, len(request.queries))
-    values: dict[str, NDArray[Any]] = {name: column[asked].astype(_type_of(name)) for name, column in columns.items()}
+    values: dict[str, NDArray[Any]] = {name: column[asked].astype(type_of(name)) for name, column in columns.items()}
     notes: tuple[str, ...] = ()
     if request.category_gain is not None:
         values["ndcg"] = _graded(request, asked, meter)
@@ -134,7 +134,8 @@ def _columns(counted: Iterator[Ahead], ks: Sequence[int], queries: int) -> dict[
     return columns
 
 
-def _type_of(column: str) -> type[np.int64 | np.float64]:
+def type_of(column: str) -> type[np.int64 | np.float64]:
+    """In which numbers a column of per-query values is kept."""
     return np.int64 if column in ("num_relevant", "first_rank", "trial") else np.float64
 
 
@@ -193,7 +194,7 @@ def vehicleid_official(request: Request) -> Result:
     return Result(
         protocol=PROTOCOLS["vehicleid-official"],
         columns=metrics,
-        per_query={name: np.concatenate([columns[name] for columns in trials]).astype(_type_of(name)) for name in trials[0]},
+        per_query={name: np.concatenate([columns[name] for columns in trials]).astype(type_of(name)) for name in trials[0]},
         query_index=query,
         labels=request.labels[query],
         categories=None if request.categories is None else request.categories[query],

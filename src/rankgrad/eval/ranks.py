@@ -156,7 +156,7 @@ def among_themselves(rows: Rows, labels: Tensor, *, budget: int, tick: Tick) -> 
     chunks = split(len(order), side)
     bands = lists.bands(chunks)
     workers = Workers(rows.device, (side, side))
-    for group in _groups([pair_bytes(side, band[0]) for band in bands], budget):
+    for group in groups_within([pair_bytes(side, band[0]) for band in bands], budget):
         square = _Square(tiles, lists, chunks, bands, group, workers)
         with workers:
             seeking = [i for i in group if bands[i][0]]
@@ -179,11 +179,11 @@ class _Square:
     bands: Sequence[tuple[int, int, int]]
     group: range
     workers: Workers
-    sought: dict[int, "_Sought"] = field(default_factory=dict)  # of the chunks in which anything is sought
+    sought: dict[int, "Sought"] = field(default_factory=dict)  # of the chunks in which anything is sought
 
-    def seek(self, chunk: int) -> "_Sought":
+    def seek(self, chunk: int) -> "Sought":
         scratch = self.workers.scratch
-        return _Sought(_relevant_in_class_order(self.tiles, self.lists, self.chunks, chunk, self.bands[chunk], scratch))
+        return Sought(_relevant_in_class_order(self.tiles, self.lists, self.chunks, chunk, self.bands[chunk], scratch))
 
     def count(self, tile: tuple[int, int]) -> int:
         """Counts a tile for all that want it; how many scores that were."""
@@ -247,7 +247,7 @@ def against_gallery(queries: Rows, gallery: Rows, relevance: Relevance, *, budge
         member.count(tile, columns, workers.scratch)
         return len(member.query) * _length(columns)
 
-    for group in _groups(held, budget):
+    for group in groups_within(held, budget):
         with workers:
             members = list(workers.map(seek, group))
             for block in gallery.blocks(side):
@@ -268,7 +268,7 @@ class _Chunk:
         self.rows = queries.padded(query, len(scratch))
         row, candidate = relevance.relevant(query)
         gone_row, gone = relevance.removed(query)
-        self.sought = _Sought(self._relevant(gallery, row, candidate, relevance.num_relevant[query], scratch))
+        self.sought = Sought(self._relevant(gallery, row, candidate, relevance.num_relevant[query], scratch))
         hidden_row, hidden = np.concatenate((row, gone_row)), np.concatenate((candidate, gone))
         by_candidate = np.argsort(hidden, kind="stable")
         self.hidden = hidden[by_candidate]
@@ -301,7 +301,7 @@ class _Chunk:
         self.sought.count(tile)
 
 
-class _Sought:
+class Sought:
     """Scores of relevant items, and how many irrelevant candidates have reached each so far."""
 
     def __init__(self, scores_and_valid: tuple[Tensor, Tensor]) -> None:
@@ -345,7 +345,7 @@ def by_kernels(
     chunks = split(len(order), tile_side(device))
     held = [_length(chunk) * int(relevance.num_relevant[order[chunk.stop - 1]]) * PAIR_BYTES for chunk in chunks]
     ranker = Exact()
-    for group in _groups(held, budget):
+    for group in groups_within(held, budget):
         part = order[chunks[group[0]].start : chunks[group[-1]].stop]
         index = torch.from_numpy(part)
         some = everyone[index.to(device)] if candidates is None else queries.take(part)
@@ -361,7 +361,7 @@ def by_kernels(
         tick(len(part) * len(everyone))
 
 
-def _groups(held: Sequence[int], budget: int) -> Iterator[range]:
+def groups_within(held: Sequence[int], budget: int) -> Iterator[range]:
     """Neighbouring chunks that together hold no more bytes than the budget, or one chunk that holds more."""
     start, total = 0, 0
     for i, size in enumerate(held):

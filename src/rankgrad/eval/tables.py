@@ -28,7 +28,7 @@ def evaluate_table(embeddings: Array, table: Any, *, protocol: str | Protocol | 
     labels = np.asarray(table.labels)
     if len(embeddings) != len(labels):
         raise ValueError(f"{CALLER}: embeddings must be one per row of the table, {len(labels)}, got {len(embeddings)}")
-    labels = _without_classless(labels)
+    labels = without_classless(labels)
     categories = getattr(table, "categories", None)
     marks = [getattr(table, name, None) for name in ("is_query", "is_gallery")]
     truth: Any = getattr(table, "ground_truth", None)
@@ -68,7 +68,7 @@ def evaluate_table(embeddings: Array, table: Any, *, protocol: str | Protocol | 
     )
 
 
-def _without_classless(labels: Index) -> Index:
+def without_classless(labels: Index) -> Index:
     """Labels with a class of its own for every row of none: nothing is relevant to it, and it to nothing."""
     alone = labels == -1
     return np.where(alone, labels.max(initial=0) + np.cumsum(alone), labels)

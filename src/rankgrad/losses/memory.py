@@ -31,7 +31,8 @@ class _Memory(nn.Module):
     def reset(self) -> None:
         self.past = []
 
-    def _remember(self, first: Tensor, second: Tensor) -> None:
+    def remember(self, first: Tensor, second: Tensor) -> None:
+        """Keeps a call's tensors and forgets the oldest."""
         if self.training and self.size:
             self.past = [*self.past, (first.detach().clone(), second.detach().clone())][-self.size :]
 
@@ -51,20 +52,28 @@ class EmbeddingMemory(_Memory):
     """
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        if self.past and embeddings.ndim == 2 and self.past[0][0].shape[1] != embeddings.shape[1]:
+        if self.past:
+            own = torch.arange(len(labels), device=labels.device)
+            value: Tensor = self.loss(embeddings, labels, *self._lengthened(embeddings, labels), self_index=own)
+        else:
+            value = self.loss(embeddings, labels)
+        self.remember(embeddings, labels)
+        return value
+
+    def part(self, embeddings: Tensor, labels: Tensor, own: slice) -> Tensor:
+        """What the queries `own` add to the loss of a batch, which is not remembered; see `RankLoss.part`."""
+        past = self._lengthened(embeddings, labels) if self.past else ()
+        return self.loss.part(embeddings, labels, own, *past)
+
+    def _lengthened(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch followed by what is in memory."""
+        if embeddings.ndim == 2 and self.past[0][0].shape[1] != embeddings.shape[1]:
             held = self.past[0][0].shape[1]
             raise ValueError(
                 f"EmbeddingMemory: embeddings must have the {held} dimensions of those in memory, got {embeddings.shape[1]}"
             )
-        if self.past:
-            ref_emb = torch.cat((embeddings, *(e.to(embeddings) for e, _ in self.past)))
-            ref_labels = torch.cat((labels, *(past.to(labels) for _, past in self.past)))
-            own = torch.arange(len(labels), device=labels.device)
-            value: Tensor = self.loss(embeddings, labels, ref_emb, ref_labels, self_index=own)
-        else:
-            value = self.loss(embeddings, labels)
-        self._remember(embeddings, labels)
-        return value
+        ref_emb = torch.cat((embeddings, *(e.to(embeddings) for e, _ in self.past)))
+        return ref_emb, torch.cat((labels, *(past.to(labels) for _, past in self.past)))
 
 
 class ScoreMemory(_Memory):
@@ -80,5 +89,5 @@ class ScoreMemory(_Memory):
             raise ValueError(f"ScoreMemory: scores must have the {held} rows of those in memory, got shape {shape_of(scores)}")
         all_scores = torch.cat((scores, *(s.to(scores) for s, _ in self.past)), dim=-1)
         value = self.loss.from_scores(all_scores, torch.cat((relevance, *(r.to(relevance) for _, r in self.past)), dim=-1))
-        self._remember(scores, relevance)
+        self.remember(scores, relevance)
         return value

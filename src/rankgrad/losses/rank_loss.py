@@ -131,6 +131,22 @@ class RankLoss(nn.Module):
         candidates = None if ref_emb is None else self.prepared(ref_emb).to(queries.dtype)
         return self.over_lists(lists, queries, candidates, precision=resolve_precision(self.precision, embeddings))
 
+    def part(
+        self, embeddings: Tensor, labels: Tensor, own: slice, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
+    ) -> Tensor:
+        """What the queries `own` add to the loss of a batch: the parts of slices that make up the batch sum up to the loss.
+
+        References, where they are given, begin with the batch itself.
+        """
+        self._check_embeddings(embeddings, labels, ref_emb, ref_labels, None)
+        everyone = self.prepared(embeddings if ref_emb is None else ref_emb)
+        all_labels = labels if ref_labels is None else ref_labels
+        place = torch.arange(len(labels), device=labels.device)
+        lists = LabelLists.build(labels[own], all_labels, place[own], own_is_ranked=self.own_is_ranked)
+        whole = LabelLists.build(labels, all_labels, place, own_is_ranked=self.own_is_ranked)
+        precision = resolve_precision(self.precision, embeddings)
+        return self.over_lists(lists, everyone[own], everyone, precision=precision, in_mean=whole.num_relevant)
+
     def prepared(self, embeddings: Tensor) -> Tensor:
         """Embeddings as they enter the scores: at least float32, and of length 1 if so chosen."""
         embeddings = _widened(embeddings)
@@ -143,15 +159,28 @@ class RankLoss(nn.Module):
         candidates: Tensor | None = None,
         *,
         mixed: Mixture | None = None,
+        mixed_candidates: Mixture | None = None,
         precision: Literal["fast", "high"] = "high",
+        in_mean: Tensor | None = None,
     ) -> Tensor:
-        """Loss of prepared embeddings over given lists. `mixed` = (first, second, alpha) ranks mixtures of `queries`."""
-        unit = self._count_queries(lists.num_relevant, queries)
+        """Loss of prepared embeddings over given lists.
+
+        Args:
+            lists: who is ranked for whom.
+            queries: [Q, d], or what they are mixed from.
+            candidates: [C, d], or what they are mixed from; None where queries are the candidates.
+            mixed: (first, second, alpha), ranks mixtures of `queries`.
+            mixed_candidates: the same for `candidates`.
+            precision: of the kernels' scores.
+            in_mean: relevant candidates of every query in the mean, where `lists` hold only some of these queries.
+        """
+        unit = self._count_queries(lists.num_relevant if in_mean is None else in_mean, queries)
         backend = resolve(self.backend, queries, self.ranker, caller=self.name)
         one_tile = backend == "tiled" and is_one_tile(lists, queries.device)
         if mixed is not None and (backend != "tiled" or one_tile):
-            first, second, alpha = mixed
-            queries = torch.lerp(queries[second], queries[first], alpha[:, None].to(queries))
+            queries = _mixed_rows(queries, mixed)
+            if candidates is not None and mixed_candidates is not None:
+                candidates = _mixed_rows(candidates, mixed_candidates)
         if one_tile:
             # all scores at once are no more than a tile, and to keep them is quicker than to make them twice
             scores = all_scores(queries, queries if candidates is None else candidates)
@@ -164,7 +193,7 @@ class RankLoss(nn.Module):
         if backend == "triton":
             door = fused_door(lists, queries.device, precision, unit_rows=self.normalize)
         else:
-            door = tiled_door(lists, queries.device, mixed)
+            door = tiled_door(lists, queries.device, mixed, mixed_candidates)
         return self._run(door, unit, *((queries,) if candidates is None else (queries, candidates)))
 
     def _is_capturable(self, embeddings: Tensor) -> bool:
@@ -360,6 +389,11 @@ class RankLoss(nn.Module):
             check_finite(relevance, name="relevance", caller=caller)
             if bool((relevance < 0).any()):
                 raise ValueError(f"{caller}: relevance must be at least 0, got {relevance.min().item()}")
+
+
+def _mixed_rows(rows: Tensor, mixture: Mixture) -> Tensor:
+    first, second, alpha = mixture
+    return torch.lerp(rows[second], rows[first], alpha[:, None].to(rows))
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from rankgrad._checks import check_embeddings, check_labels
 from rankgrad.losses.objectives import RecallAtK
 from rankgrad.losses.presets import RecallAtKLoss
 from rankgrad.losses.rank_loss import RankLoss
-from rankgrad.ops.backends import resolve_precision
+from rankgrad.ops.backends import Mixture, resolve_precision
 from rankgrad.ops.lists import LabelLists
 
 PAPER_KS = (1, 2, 4, 8, 16)
@@ -46,25 +46,52 @@ class SiMix(nn.Module):
         return self.loss.used_queries
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        originals, mixed, mixed_labels = self._mixed(embeddings, labels, None)
+        lists = LabelLists.build(mixed_labels, own_is_ranked=self.loss.own_is_ranked)
+        precision = resolve_precision(self.loss.precision, embeddings)
+        return self.loss.over_lists(lists, originals, mixed=mixed, precision=precision)
+
+    def part(self, embeddings: Tensor, labels: Tensor, own: slice, alpha: Tensor) -> Tensor:
+        """What a share of the queries adds to the loss of a batch, as large a share as `own` is of the originals.
+
+        The parts of slices that make up the batch sum up to the loss if all have the `alpha` of one `draw`.
+        """
+        originals, mixed, mixed_labels = self._mixed(embeddings, labels, alpha)
+        place = torch.arange(len(mixed_labels), device=mixed_labels.device)
+        rows = slice(*(edge * len(mixed_labels) // len(labels) for edge in (own.start, own.stop)))
+        first, second, share = mixed
+        build, own_is_ranked = LabelLists.build, self.loss.own_is_ranked
+        return self.loss.over_lists(
+            build(mixed_labels[rows], mixed_labels, place[rows], own_is_ranked=own_is_ranked),
+            originals,
+            originals,
+            mixed=(first[rows], second[rows], share[rows]),
+            mixed_candidates=mixed,
+            precision=resolve_precision(self.loss.precision, embeddings),
+            in_mean=build(mixed_labels, own_is_ranked=own_is_ranked).num_relevant,
+        )
+
+    def draw(self, labels: Tensor, like: Tensor) -> Tensor:
+        """The alpha of every virtual example of a batch, in the precision of scores of `like`, on its device."""
+        device = like.device if self.generator is None else self.generator.device
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        pairs = len(same_class_pairs(labels)[0])
+        return torch.rand(pairs, generator=self.generator, device=device, dtype=dtype).to(like.device)
+
+    def _mixed(self, embeddings: Tensor, labels: Tensor, alpha: Tensor | None) -> tuple[Tensor, Mixture, Tensor]:
+        """Prepared originals, how originals and virtual examples are mixed from them, and the labels of both."""
         check_embeddings(embeddings, name="embeddings", caller="SiMix")
         check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller="SiMix")
         originals = self.loss.prepared(embeddings)
         first, second = (pair.to(originals.device) for pair in same_class_pairs(labels))
-        alpha = self._draw(len(first), originals)
+        alpha = self.draw(labels, originals) if alpha is None else alpha
         alone = torch.arange(len(labels), device=originals.device)
-        mixed_labels = torch.cat((labels, labels[first.to(labels.device)]))
         mixture = (
             torch.cat((alone, first)),
             torch.cat((alone, second)),
             torch.cat((torch.ones_like(alone, dtype=alpha.dtype), alpha)),
         )
-        lists = LabelLists.build(mixed_labels, own_is_ranked=self.loss.own_is_ranked)
-        precision = resolve_precision(self.loss.precision, embeddings)
-        return self.loss.over_lists(lists, originals, mixed=mixture, precision=precision)
-
-    def _draw(self, count: int, like: Tensor) -> Tensor:
-        device = like.device if self.generator is None else self.generator.device
-        return torch.rand(count, generator=self.generator, device=device, dtype=like.dtype).to(like.device)
+        return originals, mixture, torch.cat((labels, labels[first.to(labels.device)]))
 
 
 def same_class_pairs(labels: Tensor) -> tuple[Tensor, Tensor]:

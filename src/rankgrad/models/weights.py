@@ -27,7 +27,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"build_model: there is no file of weights {str(path)!r}")
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
-    state = {key: value for key, value in content.items() if isinstance(value, Tensor)}
+    state = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
     if not state:
         raise ValueError(
             f"build_model: {path} holds no tensors by name, nor under one of {', '.join(NESTED)}; "
@@ -84,7 +84,13 @@ def load_weights(trunk: Trunk, head: nn.Module, state: Mapping[str, Tensor], *, 
         for key, value in expected.items()
         if key in found and found[key].shape != value.shape
     ]
-    kinds = (("missing", missing), ("not in the trunk", foreign), ("of another shape", shapes))
+    useless = [key for key in expected if key in found and not _is_usable(found[key])]
+    kinds = (
+        ("missing", missing),
+        ("not in the trunk", foreign),
+        ("of another shape", shapes),
+        ("not of finite real numbers", useless),
+    )
     complaints = [f"{len(which)} {what} ({_some(which)})" for what, which in kinds if which]
     if complaints:
         raise ValueError(
@@ -96,10 +102,20 @@ def load_weights(trunk: Trunk, head: nn.Module, state: Mapping[str, Tensor], *, 
         _load_head(head, {k.removeprefix(outer): v for k, v in state.items() if k.startswith(outer)}, source=source)
 
 
+def _is_usable(value: Tensor) -> bool:
+    """Whether a tensor of a file holds what a network can compute with: numbers, all of them there, real and finite."""
+    if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_complex():
+        return False
+    return bool(torch.isfinite(value).all())
+
+
 def _load_head(head: nn.Module, state: Mapping[str, Tensor], *, source: str) -> None:
     if not state:
         return
     have, want = (sorted(f"{key} {shape_of(value)}" for key, value in side.items()) for side in (state, head.state_dict()))
+    useless = [key for key, value in state.items() if not _is_usable(value)]
+    if useless:
+        raise ValueError(f"build_model: {source} has weights of the head that are not finite real numbers ({_some(useless)})")
     if have == want:
         head.load_state_dict(dict(state))
     else:

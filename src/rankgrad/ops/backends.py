@@ -75,16 +75,23 @@ def normalized(embeddings: Tensor, backend: Backend, ranker: Ranker, *, caller: 
     return torch.nn.functional.normalize(embeddings, dim=1)
 
 
-def tiled_door(lists: LabelLists, device: torch.device, mixture: Mixture | None = None) -> Callable[..., Door]:
+def tiled_door(
+    lists: LabelLists, device: torch.device, mixed: Mixture | None = None, mixed_candidates: Mixture | None = None
+) -> Callable[..., Door]:
     """Opens embeddings, or queries and candidates, over `lists` in plain torch; with a mixture the rows are mixed from them."""
     layout = Layout.of(lists, device)
 
     def door(queries: Tensor, candidates: Tensor | None = None) -> Door:
         on = layout.lists
-        rows: Rows = MixedRows(queries, on.query_order, *mixture) if mixture else PlainRows(queries, on.query_order)
-        return EmbeddingDoor(rows, rows if candidates is None else PlainRows(candidates, on.candidate_order), layout)
+        asking = _rows(queries, on.query_order, mixed)
+        asked = asking if candidates is None else _rows(candidates, on.candidate_order, mixed_candidates)
+        return EmbeddingDoor(asking, asked, layout)
 
     return door
+
+
+def _rows(base: Tensor, order: Tensor, mixture: Mixture | None) -> Rows:
+    return PlainRows(base, order) if mixture is None else MixedRows(base, order, *mixture)
 
 
 def fused_door(

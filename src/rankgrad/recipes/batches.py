@@ -94,8 +94,9 @@ def make_batches(recipe: Recipe, part: Part, place: Place) -> Batches:
         Augment(CROPS[recipe.crop], flip=recipe.flip, share=share, scale=(recipe.crop_scale, 1.0)),
         recipe.size,
         recipe.seed,
-        place.device if 3 * images * recipe.size**2 <= MOST_BYTES else "cpu",
+        place.device if 3 * images * recipe.size**2 <= MOST_BYTES * place.processes.size else "cpu",
         place.workers or 0,
+        part=(place.processes.rank, place.processes.size),
     )
 
 

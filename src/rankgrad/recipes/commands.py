@@ -1,4 +1,4 @@
-"""The verbs around recipes: train, eval, recipes, check-data, plan, sweep, study, protocols."""
+"""The verbs around recipes: train, eval, recipes, check-data, check-equivalence, plan, sweep, study, protocols."""
 
 import argparse
 import os
@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from rankgrad.recipes.catalogue import RECIPES, description, find, listing
 from rankgrad.recipes.debug import shrunk
 from rankgrad.recipes.flags import Parser, add_settings, changed_settings, device_named
 from rankgrad.recipes.recipe import Recipe, nearest
 from rankgrad.recipes.shelf import Place, Shelf
+from rankgrad.train.checkpoints import RunFolder
+from rankgrad.train.errors import TrainingError
+from rankgrad.train.launch import FailedProcessError, launch, without_flag
+from rankgrad.train.parallel import PARALLELS
+from rankgrad.train.processes import Processes, joined, launched
 
 CHECKPOINTS = ("best", "last")
 
@@ -32,16 +39,36 @@ def train(arguments: Sequence[str]) -> int:
         "--tensorboard", action=argparse.BooleanOptionalAction, default=True, help="write curves where tensorboard is installed"
     )
     parser.add_argument("--wandb", metavar="PROJECT", default="", help="send curves to this project at Weights & Biases")
+    _add_processes(parser)
+    parser.add_argument(
+        "--parallel", metavar="ddp|fsdp", default="ddp", help="with several: a copy of the network each, or one divided [ddp]"
+    )
     given = parser.parse(arguments)
+    if given.parallel not in PARALLELS:
+        parser.error(f"--parallel must be ddp or fsdp, got {given.parallel!r}")
     changes = changed_settings(given)
-    if given.resume is not None:
-        if given.resume and given.out:
-            parser.error("--resume RUN and --out DIR both name the run's folder: give one")
-        folder = Path(given.resume) if given.resume else given.out or _default_folder(_chosen(given, changes))
-        return continue_run(folder, _place(given), changes)
-    recipe = _chosen(given, changes)
-    start_run(recipe, Shelf(_place(given)), given.out or _default_folder(recipe), debug=given.debug)
+    if given.resume and given.out:
+        parser.error("--resume RUN and --out DIR both name the run's folder: give one")
+    named = Path(given.resume) if given.resume else given.out
+    recipe = None if given.resume else _chosen(given, changes)
+    folder = named or _default_folder(recipe or _chosen(given, changes))
+    if _is_to_be_launched(given):
+        return _launched_training(arguments, given.processes, folder)
+    with joined(device_named(given.device)) as processes:
+        place = replace(_place(given, processes), parallel=given.parallel)
+        if given.resume is not None:
+            return continue_run(folder, place, changes)
+        assert recipe is not None, "a run that is not resumed has a recipe"
+        start_run(recipe, Shelf(place), folder, debug=given.debug)
     return 0
+
+
+def _launched_training(arguments: Sequence[str], processes: int, folder: Path) -> int:
+    try:
+        return launch(["train", *without_flag(arguments, "--processes")], processes)
+    except FailedProcessError as error:
+        way = f"Continue with: rankgrad train --resume {folder} --processes {processes}"
+        raise TrainingError(f"{error}; {RunFolder(folder).last_good()}. {way}") from error
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -54,10 +81,15 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser.add_argument("--checkpoint", metavar="best|last", help="which weights [best where there is one, else last]")
     parser.add_argument("--protocol", metavar="NAME", help="another protocol than the data set's own; see `rankgrad protocols`")
     _add_place(parser)
+    _add_processes(parser)
     given = parser.parse(arguments)
     if given.checkpoint not in (None, *CHECKPOINTS):
         parser.error(f"--checkpoint must be best or last, got {given.checkpoint!r}")
-    evaluate_run(given.run, _place(given), splits=given.split, checkpoint=given.checkpoint, protocol=given.protocol)
+    if _is_to_be_launched(given):
+        return launch(["eval", *without_flag(arguments, "--processes")], given.processes)
+    with joined(device_named(given.device)) as processes:
+        place = _place(given, processes)
+        evaluate_run(given.run, place, splits=given.split, checkpoint=given.checkpoint, protocol=given.protocol)
     return 0
 
 
@@ -103,6 +135,35 @@ def plan(arguments: Sequence[str]) -> int:
         parser.error("name the recipe to plan; `rankgrad recipes` lists them")
     print(plan_recipe(_chosen(given, changed_settings(given)), _place(given)))
     return 0
+
+
+def check_equivalence(arguments: Sequence[str]) -> int:
+    """`rankgrad check-equivalence RECIPE --data DIR --processes 2`."""
+    from rankgrad.recipes.equivalence import compare
+
+    parser = _recipe_parser(
+        "rankgrad check-equivalence",
+        "Show that several processes compute the loss, gradients and metrics of one: a small batch in float64 on the CPU.",
+        arguments,
+    )
+    _add_processes(parser, "how many to compare with one [2]", default=2)
+    parser.add_argument("--images", metavar="N", type=int, default=15, help="of the batch [15, which 2 or 4 share unevenly]")
+    parser.add_argument("--parallel", metavar="ddp|fsdp", default="ddp", help="how the network is spread [ddp]")
+    given = parser.parse(arguments)
+    if not given.recipe and given.data is None:
+        parser.error("name a recipe, or your own images with --data; `rankgrad recipes` lists recipes")
+    if given.parallel not in PARALLELS:
+        parser.error(f"--parallel must be ddp or fsdp, got {given.parallel!r}")
+    if given.images < given.processes:
+        parser.error(f"--images must be at least the {given.processes} processes, got {given.images}")
+    recipe = _chosen(given, changed_settings(given))
+    if _is_to_be_launched(given):
+        return launch(["check-equivalence", *without_flag(arguments, "--processes")], given.processes)
+    with joined(torch.device("cpu")) as processes:
+        place = replace(_place(given, processes), device=processes.device, parallel=given.parallel)
+        report = compare(recipe, place, images=given.images)
+        place.say(str(report))
+        return 0 if report.agrees else 1
 
 
 def sweep(arguments: Sequence[str]) -> int:
@@ -193,9 +254,23 @@ def _add_place(parser: Parser) -> None:
     parser.add_argument("--workers", metavar="N", type=int, help="threads that decode images [one per core]")
 
 
-def _place(given: object) -> Place:
+def _add_processes(parser: Parser, about: str = "run so many processes of this machine together", default: int = 1) -> None:
+    parser.add_argument("--processes", metavar="N", type=int, default=default, help=f"{about}; torchrun works too")
+
+
+def _is_to_be_launched(given: object) -> bool:
+    """Whether this process is to start the others; those find torchrun's environment."""
+    processes = vars(given)["processes"]
+    if processes < 1:
+        raise ValueError(f"--processes must be at least 1, got {processes}")
+    return processes > 1 and not launched()
+
+
+def _place(given: object, processes: Processes | None = None) -> Place:
     values = vars(given)
-    device = device_named(values["device"])
+    if processes is None and launched():
+        raise ValueError("this verb runs in one process; torchrun is for train, eval and check-equivalence")
+    device = device_named(values["device"]) if processes is None else processes.device
     cache = values["cache"] or os.environ.get("RANKGRAD_CACHE") or Path.home() / ".cache" / "rankgrad"
     if values["workers"] is not None and values["workers"] < 1:
         raise ValueError(f"--workers must be at least 1, got {values['workers']}")
@@ -207,6 +282,7 @@ def _place(given: object) -> Place:
         workers=values["workers"],
         tensorboard="auto" if values.get("tensorboard") else "off",
         wandb=values.get("wandb", ""),
+        processes=processes or Processes(device=device),
     )
 
 

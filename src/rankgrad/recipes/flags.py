@@ -42,10 +42,13 @@ class Parser(argparse.ArgumentParser):
         for argument in arguments:
             if argument == "--":
                 break
-            flag = argument.partition("=")[0]
+            flag, _, value = argument.partition("=")
             if flag.startswith("--") and flag not in self._option_string_actions:
                 near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.65)
                 self.error(f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else "; --help lists all"))
+            if flag.startswith("--") and value == "--":
+                # argparse would take it for the end of the flags, and the flag for one of many values
+                self.error(f"{flag} needs a value, got '--'")
         return self.parse_args(list(arguments))
 
     def error(self, message: str) -> NoReturn:

@@ -25,6 +25,8 @@ DATA_SETS = (
     "csv",
     "glyphs",
 )
+# what a seed, a number of steps or a size can be anywhere it goes
+LARGEST_INTEGER = 2**63 - 1
 CATEGORY_SAMPLERS = ("category-hard", "category-half")
 
 
@@ -279,11 +281,17 @@ def nearest(name: str, names: Any) -> str:
     return f": did you mean {near[0]!r}?" if near else ""
 
 
+def told(value: Any) -> str:
+    """A wrong value in a sentence, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def checked(entry: "Field[Any]", value: Any) -> Any:
     """`value` in the field's own type and range, or a sentence about why not. Lists (from JSON) become tuples."""
     if get_origin(entry.type) is tuple:
         if isinstance(value, str) or not isinstance(value, (tuple, list)):
-            raise ValueError(f"{entry.name} must be several values, got {value!r}")
+            raise ValueError(f"{entry.name} must be several values, got {told(value)}")
         return tuple(_checked_one(entry, get_args(entry.type)[0], item) for item in value)
     return _checked_one(entry, entry.type, value)
 
@@ -294,20 +302,23 @@ def _checked_one(entry: "Field[Any]", kind: Any, value: Any) -> Any:
         return value
     if kind is str:
         if not isinstance(value, str):
-            raise ValueError(f"{entry.name} must be text, got {value!r}")
+            raise ValueError(f"{entry.name} must be text, got {told(value)}")
         if choices and value not in choices:
-            raise ValueError(f"{entry.name} must be one of {', '.join(choices)}, got {value!r}{nearest(value, choices)}")
+            raise ValueError(f"{entry.name} must be one of {', '.join(choices)}, got {told(value)}{nearest(value, choices)}")
         return value
     if kind is bool:
         if not isinstance(value, bool):
-            raise ValueError(f"{entry.name} must be true or false, got {value!r}")
+            raise ValueError(f"{entry.name} must be true or false, got {told(value)}")
         return value
+    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        raise ValueError(f"{entry.name} must be at most {LARGEST_INTEGER:,}, got {told(value)}")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     wanted = float if kind is float else int
     if not isinstance(value, wanted) or isinstance(value, bool) or not math.isfinite(value):
         words = "".join(f"{choice!r} or " for choice in choices)
-        raise ValueError(f"{entry.name} must be {words}{'a finite number' if wanted is float else 'an integer'}, got {value!r}")
+        numbers = "a finite number" if wanted is float else "an integer"
+        raise ValueError(f"{entry.name} must be {words}{numbers}, got {told(value)}")
     if (least is not None and value < least) or (most is not None and value > most):
         limits = f"between {least:,} and {most:,}" if most is not None else f"at least {least:,}"
         raise ValueError(f"{entry.name} must be {limits}, got {value!r}")
@@ -326,11 +337,11 @@ def _parse_one(entry: "Field[Any]", kind: Any, text: str) -> Any:
     if kind is bool:
         words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
         if text.lower() not in words:
-            raise ValueError(f"{entry.name} must be true or false, got {text!r}")
+            raise ValueError(f"{entry.name} must be true or false, got {told(text)}")
         return words[text.lower()]
     if kind is int or kind == int | str:
         # 4,000 is two values in a tuple, so thousands are written 4000 or 4_000
-        return int(text) if re.fullmatch(r"[+-]?\d[\d_]*", text) else text
+        return int(text) if re.fullmatch(r"[+-]?[0-9](_?[0-9]){0,40}", text) else text
     if kind is float:
         try:
             return float(text)

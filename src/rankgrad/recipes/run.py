@@ -10,15 +10,16 @@ from typing import Any, Literal
 
 from torch import nn
 
-from rankgrad.eval import Result, evaluate_table
+import rankgrad as rg
+from rankgrad.eval import Result
 from rankgrad.models import Embedder
 from rankgrad.recipes.batches import make_batches
 from rankgrad.recipes.losses import make_loss
 from rankgrad.recipes.models import groups_of, make_model, whiten
 from rankgrad.recipes.recipe import SETTINGS, Published, Recipe
 from rankgrad.recipes.shelf import Part, Place, Shelf
-from rankgrad.recipes.testing import Tester, comparison, embeddings_of, save
-from rankgrad.train.checkpoints import RunFolder
+from rankgrad.recipes.testing import Tester, comparison, embeddings_of, save, score_shares
+from rankgrad.train.checkpoints import UNFINISHED, RunFolder
 from rankgrad.train.loop import Outcome, fit
 from rankgrad.train.protocols import Evaluator
 from rankgrad.train.settings import TrainSettings
@@ -32,7 +33,7 @@ VALIDATION = "validation"
 
 def start_run(recipe: Recipe, shelf: Shelf, folder: Path, *, debug: bool = False) -> Mapping[str, Result]:
     """Train `recipe` in a new folder and test it."""
-    if folder.exists() and not _is_free(folder):
+    if shelf.place.processes.from_first(lambda: folder.exists() and not _is_free(folder)):
         way = f"continue the run in it with --resume {folder}, or " if (folder / RECIPE_FILE).is_file() else ""
         raise ValueError(f"{folder} is there already and not empty: {way}give another folder with --out")
     return _run(recipe, shelf, folder, resume=False, debug=debug)
@@ -44,7 +45,9 @@ def _is_free(folder: Path) -> bool:
         return False
     checkpoints = RunFolder(folder).checkpoints
     before_the_first_step = {RECIPE_FILE, DEBUG_FILE, checkpoints.name}
-    return {path.name for path in folder.iterdir()} <= before_the_first_step and not any(checkpoints.glob("*"))
+    # what a run that was killed in writing leaves behind is swept away by the next one
+    found = {path.name for path in (*folder.iterdir(), *checkpoints.glob("*")) if not path.name.startswith(UNFINISHED)}
+    return found <= before_the_first_step
 
 
 def continue_run(folder: Path, place: Place, changes: Mapping[str, Any]) -> int:
@@ -57,14 +60,14 @@ def continue_run(folder: Path, place: Place, changes: Mapping[str, Any]) -> int:
 
 def _run(recipe: Recipe, shelf: Shelf, folder: Path, *, resume: bool, debug: bool) -> Mapping[str, Result]:
     for note in shelf.data_set(recipe).notes:
-        print(f"note: {note}", flush=True)
+        shelf.place.say(f"note: {note}")
     model, outcome = train(recipe, shelf, folder, resume=resume, debug=debug)
     if outcome.reason == "interrupted":
         raise KeyboardInterrupt
     which: Literal["best", "last"] = "best" if outcome.best else "last"
     if which == "best":
         RunFolder(folder).checkpoint(which).load_into(model)
-    print(f"testing the {which} checkpoint of {folder}", flush=True)
+    shelf.place.say(f"testing the {which} checkpoint of {folder}")
     return examine(recipe, shelf, model, folder, debug=debug)
 
 
@@ -74,18 +77,20 @@ def train(recipe: Recipe, shelf: Shelf, folder: Path, *, resume: bool, debug: bo
     part, validation = shelf.training(recipe)
     batches = make_batches(recipe, part, shelf.place)
     run = RunFolder(folder)
-    begun = resume and run.pointer("last") is not None
+    processes = shelf.place.processes
+    begun = processes.from_first(lambda: resume and run.pointer("last") is not None)
     # a checkpoint has all weights: the file or download that training began with is not needed again
     model = make_model(replace(recipe, weights="none") if begun else recipe, device)
     if recipe.whiten and not begun:
         for remark in whiten(recipe, model, part, shelf.place):
-            print(f"note: {remark}", flush=True)
+            shelf.place.say(f"note: {remark}")
     evaluators = _evaluators(recipe, shelf, validation)
-    run.prepare()
+    processes.from_first(run.prepare)
+    loss = make_loss(recipe)
     with _saved(recipe, shelf.place, folder, debug=debug):
         outcome = fit(
             model,
-            make_loss(recipe),
+            rg.DistributedRankLoss(loss) if processes.size > 1 else loss,
             batches,
             train_settings(recipe, shelf.place),
             run,
@@ -96,6 +101,7 @@ def train(recipe: Recipe, shelf: Shelf, folder: Path, *, resume: bool, debug: bo
             resume=resume,
             identity=_identity(recipe),
             description={"recipe": recipe.name, "data": _counts(part, validation)},
+            processes=processes,
         )
     return model, outcome
 
@@ -105,12 +111,12 @@ def _saved(recipe: Recipe, place: Place, folder: Path, *, debug: bool) -> Iterat
     """Write RUN/recipe.json; settings with which the run is refused leave the file as it was."""
     path = folder / RECIPE_FILE
     before = path.read_bytes() if path.is_file() else None
-    save_run(recipe, place, folder, debug=debug)
+    place.processes.from_first(lambda: save_run(recipe, place, folder, debug=debug))
     try:
         yield
     except ValueError:
-        if before is not None:
-            path.write_bytes(before)
+        if before is not None and place.processes.first:
+            RunFolder(folder).write_json(RECIPE_FILE, json.loads(before))
         raise
 
 
@@ -129,7 +135,7 @@ def train_and_test(
     tester = Tester(recipe, shelf, model, folder)
     for split in splits:
         if split != VALIDATION:
-            scores[split] = dict(tester.score(split).result)
+            scores[split] = dict(tester.score(split).result or {})
     return scores, time.perf_counter() - began
 
 
@@ -152,7 +158,7 @@ def evaluate_run(
     # all weights come from the checkpoint: the file or download that training began with is not needed
     model = make_model(replace(saved.recipe, weights="none"), place.device)
     found.load_into(model)
-    print(f"testing the {which} checkpoint of {folder}, step {found.step:,}", flush=True)
+    place.say(f"testing the {which} checkpoint of {folder}, step {found.step:,}")
     return examine(saved.recipe, shelf, model, folder, splits=splits, protocol=protocol, debug=saved.debug)
 
 
@@ -175,14 +181,20 @@ def examine(
     tester = Tester(recipe, shelf, model, folder, announce=True)
     for split in splits or known:
         tested = tester.score(split, protocol=protocol)
-        save(tested, folder, debug=debug)
-        results[split] = tested.result
+        save(tested, folder, shelf.place.processes, debug=debug)
+        if tested.result is not None:
+            results[split] = tested.result
+    if shelf.place.processes.first:
+        _print_results(recipe, results, debug=debug)
+    return results
+
+
+def _print_results(recipe: Recipe, results: Mapping[str, Result], *, debug: bool) -> None:
     print(f"\n{comparison(results, () if debug else recipe.published)}")
     if debug:
         print(f"\n{DEBUG_NOTICE}")
     elif any(number.split in results for number in recipe.published):
         print("\ndifference: points of percent. A published number holds for the paper's own data, weights and settings.")
-    return results
 
 
 def _evaluators(recipe: Recipe, shelf: Shelf, validation: Part | None) -> dict[str, Evaluator]:
@@ -192,13 +204,13 @@ def _evaluators(recipe: Recipe, shelf: Shelf, validation: Part | None) -> dict[s
 
         def on_validation(model: nn.Module) -> Mapping[str, float]:
             embeddings = embeddings_of(recipe, _embedder(model), validation, shelf.place)
-            return dict(evaluate_table(embeddings, validation.meant, ks=ks, device=shelf.place.device))
+            return dict(score_shares(embeddings, validation.meant, shelf.place, ks=ks) or {})
 
         return {VALIDATION: on_validation}
     if recipe.validation != "test":
         return {}
     split = next(iter(shelf.tests(recipe)))
-    return {split: lambda model: dict(Tester(recipe, shelf, _embedder(model)).score(split).result)}
+    return {split: lambda model: dict(Tester(recipe, shelf, _embedder(model)).score(split).result or {})}
 
 
 def _embedder(model: nn.Module) -> Embedder:
@@ -214,7 +226,11 @@ def train_settings(recipe: Recipe, place: Place) -> TrainSettings:
     values["epochs"] = 0 if recipe.steps else recipe.epochs
     patience = 0 if recipe.validation == "none" else recipe.patience
     return TrainSettings(
-        **{**values, "patience": patience}, warmup_epochs=recipe.warmup, tensorboard=place.tensorboard, wandb=place.wandb
+        **{**values, "patience": patience},
+        warmup_epochs=recipe.warmup,
+        parallel=place.parallel,
+        tensorboard=place.tensorboard,
+        wandb=place.wandb,
     )
 
 
@@ -265,7 +281,7 @@ def load_run(folder: Path) -> SavedRun:
             notes=tuple(content.get("notes", ())),
             published=tuple(Published(**number) for number in content.get("published", ())),
         ).with_settings(content["settings"])
-        data = content.get("data")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        data = None if content.get("data") is None else Path(content["data"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{path} is not a recipe that this version can read: {error}") from error
-    return SavedRun(recipe, None if data is None else Path(data), debug=bool(content.get("debug")))
+    return SavedRun(recipe, data, debug=bool(content.get("debug")))

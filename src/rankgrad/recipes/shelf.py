@@ -14,6 +14,8 @@ from rankgrad.data.images import Images, open_images
 from rankgrad.data.readers import DataSet, read
 from rankgrad.data.table import Table, halves
 from rankgrad.recipes.recipe import Recipe
+from rankgrad.train.parallel import Parallel
+from rankgrad.train.processes import ALONE, Processes
 
 # the part of a GPU's free memory that decoded images may take; the rest is for training
 SHARE_FOR_IMAGES = 0.4
@@ -31,6 +33,13 @@ class Place:
     workers: int | None = None
     tensorboard: Literal["auto", "on", "off"] = "off"
     wandb: str = ""
+    processes: Processes = ALONE
+    parallel: Parallel = "ddp"
+
+    def say(self, text: str) -> None:
+        """A line for the user, said by the first process."""
+        if self.processes.first:
+            print(text, flush=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,16 +116,18 @@ class Shelf:
             return Part(Decoding(table, recipe.size, side=recipe.stored, square=square, workers=self.place.workers), table)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            images, table = open_images(
-                table,
-                side=recipe.stored,
-                cache=self.place.cache,
-                square=square,
-                skip_bad=recipe.skip_bad,
-                workers=self.place.workers,
+            images, table = self.place.processes.first_goes_first(
+                lambda: open_images(
+                    table,
+                    side=recipe.stored,
+                    cache=self.place.cache,
+                    square=square,
+                    skip_bad=recipe.skip_bad,
+                    workers=self.place.workers,
+                )
             )
         for warning in caught:
-            print(f"note: {warning.message}", flush=True)
+            self.place.say(f"note: {warning.message}")
         return Part(self._near(images), table)
 
     def _near(self, images: Images) -> Images:

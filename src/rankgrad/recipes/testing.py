@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rankgrad.data.table import Table
-from rankgrad.eval import Result, evaluate_table, expected_memory
+from rankgrad.eval import Result, evaluate_divided, evaluate_table, expected_memory
+from rankgrad.eval.rows import Array
 from rankgrad.models import Embedder, describe
 from rankgrad.recipes.batches import ordered_batches
 from rankgrad.recipes.landmarks import describe_landmarks
 from rankgrad.recipes.recipe import Published, Recipe
 from rankgrad.recipes.shelf import WITH_DISTRACTORS, Part, Place, Shelf
 from rankgrad.train.embedding import embed
+from rankgrad.train.processes import ALONE, Processes
 from rankgrad.train.progress import Progress
 from rankgrad.train.settings import Precision
 
@@ -28,12 +30,12 @@ PRECISIONS: Mapping[str, Precision] = {"float32": "float32", "bf16": "bf16", "fp
 
 @dataclass(frozen=True, eq=False)
 class Tested:
-    """A split, its embeddings and what they score."""
+    """A split, the embeddings that this process has of it and what all of them score, which the first process knows."""
 
     split: str
     table: Table
     embeddings: NDArray[np.float32]
-    result: Result
+    result: Result | None
 
 
 class AtScales(nn.Module):
@@ -48,15 +50,29 @@ class AtScales(nn.Module):
 
 
 def embeddings_of(recipe: Recipe, model: Embedder, part: Part, place: Place) -> Tensor:
-    """[N, d] of the rows that are meant, in their order, on the CPU."""
+    """[N, d] of this process's share of the rows that are meant, in their order, on the CPU."""
     described = model if recipe.scales == (1.0,) else AtScales(model, recipe.scales)
+    rows = None
+    if place.processes.size > 1:
+        rows = (np.arange(len(part.table)) if part.rows is None else part.rows)[place.processes.own(len(part.labels))]
     return embed(
         described,
-        ordered_batches(recipe, part, place),
+        ordered_batches(recipe, part, place, rows),
         device=place.device,
         precision=PRECISIONS[recipe.precision],
         name=f"embedding {part.table.name}",
+        shown=place.processes.first,
     )
+
+
+def score_shares(embeddings: Array, table: Table, place: Place, **options: Any) -> Result | None:
+    """`evaluate_table` of what all processes hold of a table; None on all but the first."""
+    own = place.processes.own(len(table))
+    marks: dict[str, Any] = {
+        name: None if (values := getattr(table, name)) is None else values[own]
+        for name in ("is_query", "is_gallery", "categories")
+    }
+    return evaluate_divided(embeddings, table.labels[own], **marks, device=place.device, **options)
 
 
 class Tester:
@@ -77,21 +93,43 @@ class Tester:
         if wanted != "vehicleid-official":
             options["neighbours"] = NEIGHBOURS
         table = self.shelf.table(self.recipe, split, data_set_name)
+        place = self.shelf.place
         if table.ground_truth is None:
             part = self.shelf.part(self.recipe, split, data_set_name)
-            embeddings = embeddings_of(self.recipe, self.model, part, self.shelf.place).numpy()
+            embeddings = embeddings_of(self.recipe, self.model, part, place).numpy()
             table = part.table
+            if place.processes.size > 1:
+                return Tested(name, table, embeddings, self._of_all(name, table, embeddings, wanted, options))
+        elif not place.processes.first:
+            # one image at a time, of any shape: a few thousand of them, described by the first
+            return Tested(name, table, np.empty((0, self.model.dim), np.float32), None)
         else:
             embeddings = self._landmarks(table)
             if name.endswith(WITH_DISTRACTORS):
                 gallery = self.shelf.table(self.recipe, "distractors", data_set_name)
                 out = None if self.folder is None else self.folder / "eval" / name / "distractors.npy"
                 options["distractors"] = self._landmarks(gallery, out)
+        return Tested(name, table, embeddings, self._evaluated(name, table, embeddings, wanted, options))
+
+    def _evaluated(
+        self, name: str, table: Table, embeddings: NDArray[np.float32], protocol: str, options: dict[str, Any]
+    ) -> Result:
         if self.announce:
-            print(f"evaluating {name}: {_need(embeddings, table, data_set.ks)}", flush=True)
+            print(f"evaluating {name}: {_need(embeddings, table, options['ks'])}", flush=True)
         with _Meter(f"evaluating {name}") as meter:
-            result = evaluate_table(embeddings, table, protocol=wanted, progress=meter, **options)
-        return Tested(name, table, embeddings, result)
+            return evaluate_table(embeddings, table, protocol=protocol, progress=meter, **options)
+
+    def _of_all(
+        self, name: str, table: Table, embeddings: NDArray[np.float32], protocol: str, options: dict[str, Any]
+    ) -> Result | None:
+        """By all processes where the protocol can be divided, else by the first, which is sent the embeddings."""
+        place = self.shelf.place
+        if protocol in ("all-vs-all", "query-gallery"):
+            shared = {key: value for key, value in options.items() if key != "device"}
+            with _Meter(f"evaluating {name}", shown=place.processes.first) as meter:
+                return score_shares(embeddings, table, place, progress=meter, **shared)
+        blocks = list(place.processes.sent_to_first(embeddings))
+        return self._evaluated(name, table, np.concatenate(blocks), protocol, options) if blocks else None
 
     def _landmarks(self, table: Table, out: Path | None = None) -> NDArray[np.float32]:
         key = (table.root, hash(table.paths))
@@ -122,8 +160,8 @@ def _need(embeddings: NDArray[np.float32], table: Table, ks: tuple[int, ...]) ->
 class _Meter:
     """Progress of an evaluation, which tells how much there is to do when it begins."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, shown: bool = True) -> None:
+        self.name, self.shown = name, shown
         self.progress: Progress | None = None
 
     def __enter__(self) -> "_Meter":
@@ -135,16 +173,19 @@ class _Meter:
 
     def __call__(self, done: int, total: int) -> None:
         if self.progress is None:
-            self.progress = Progress(total, self.name, unit="scores")
+            self.progress = Progress(total, self.name, unit="scores", shown=self.shown)
         self.progress.advance(done - self.progress.done)
 
 
-def save(tested: Tested, folder: Path, *, debug: bool = False) -> None:
-    """RUN/eval/<split>/: the metrics last, so that whoever finds them finds the rest."""
+def save(tested: Tested, folder: Path, processes: Processes = ALONE, *, debug: bool = False) -> None:
+    """RUN/eval/<split>/: the metrics last, so that whoever finds them finds the rest. The first process writes."""
     place = folder / "eval" / tested.split
-    place.mkdir(parents=True, exist_ok=True)
     table = tested.table
-    np.save(place / "embeddings.npy", tested.embeddings)
+    if processes.first:
+        place.mkdir(parents=True, exist_ok=True)
+    _save_embeddings(place / "embeddings.npy", tested.embeddings, len(table), processes)
+    if tested.result is None:
+        return
     with (place / "table.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["path", "label", "category", "is_query", "is_gallery"])
@@ -153,6 +194,20 @@ def save(tested: Tested, folder: Path, *, debug: bool = False) -> None:
             writer.writerow([path, int(table.labels[row]), _category(table, row), *(int(flag[row]) for flag in flags)])
     extra = {"root": str(table.root), "table": table.name, "debug": debug}
     tested.result.save(place, split=tested.split, category_names=table.category_names, extra=extra)
+
+
+def _save_embeddings(path: Path, own: NDArray[np.float32], rows: int, processes: Processes) -> None:
+    """Block by block: all embeddings need not fit into the memory of one process."""
+    if processes.size == 1:
+        np.save(path, own)
+        return
+    file: NDArray[np.float32] | None = None
+    begin = 0
+    for block in processes.sent_to_first(own):
+        if file is None:
+            file = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(rows, block.shape[1]))
+        file[begin : begin + len(block)] = block
+        begin += len(block)
 
 
 def _category(table: Table, row: int) -> str:

@@ -4,14 +4,19 @@ import base64
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankgrad.data.decoding import UnreadableImageError, read_guarded
 from rankgrad.data.table import path_complaint
 from rankgrad.eval import neighbours
 from rankgrad.report.markup import MINUS, element, plural, shortened, text
 from rankgrad.report.runs import Evaluation, Index, Listed
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SIDE = 96
 QUALITY = 78
@@ -85,12 +90,11 @@ class Pictures:
             complaint = path_complaint(path)
             if complaint:
                 raise ValueError(complaint)
+            file_path = table.root / path
             try:
-                image = Image.open(table.root / path)
-                image.draft("RGB", (2 * SIDE, 2 * SIDE))
-                image.load()
-            except Image.DecompressionBombError as error:
-                raise ValueError("it is too large") from error
+                image = read_guarded(file_path, _small)
+            except UnreadableImageError as error:
+                raise ValueError(str(error).removeprefix(f"{file_path} ")) from error
         if image.mode in ("RGBA", "LA", "P", "PA"):
             image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, "white")
@@ -114,6 +118,12 @@ class Pictures:
         if path not in self._drawn:
             raise ValueError(f"{name} has no such character")
         return self._drawn[path]
+
+
+def _small(image: "Image.Image") -> "Image.Image":
+    """Decoded, a JPEG no larger than a thumbnail needs."""
+    image.draft("RGB", (2 * SIDE, 2 * SIDE))
+    return image.copy()
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -8,6 +8,7 @@ import csv
 import json
 import math
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Index = NDArray[np.int64]
+
+# what numpy raises at a damaged array or archive
+UNREADABLE = (
+    *(OSError, ValueError, EOFError, TypeError, AttributeError, OverflowError, NotImplementedError),
+    *(zipfile.BadZipFile, zlib.error),
+)
 
 NO_CLASS = "-1"
 PREFERRED_SPLITS = ("test", "validation")
@@ -161,15 +168,21 @@ def _read(folder: Path, name: str) -> Run:
     )
 
 
+def _is_there(path: Path, problems: list[str]) -> bool:
+    """Whether a file can be opened without waiting for it: neither a pipe nor a device is what a run wrote."""
+    if not path.is_file():
+        problems.append(f"{path.name} {'is no file' if path.exists() else 'is missing'}")
+        return False
+    return True
+
+
 def _json(path: Path, problems: list[str], *, wanted: bool = True) -> dict[str, Any] | None:
     """The object in a file; None, and a note where it was `wanted`, if there is none."""
+    if not _is_there(path, problems if wanted else []):
+        return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if wanted:
-            problems.append(f"{path.name} is missing")
-        return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return None
     if isinstance(content, dict):
@@ -179,14 +192,13 @@ def _json(path: Path, problems: list[str], *, wanted: bool = True) -> dict[str, 
 
 
 def _journal(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    if not path.is_file():
-        problems.append(f"{path.name} is missing")
+    if not _is_there(path, problems):
         return []
     entries, torn = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             torn += 1
             continue
         if isinstance(entry, dict) and isinstance(entry.get("kind"), str):
@@ -246,17 +258,16 @@ def float_of(value: Any) -> float:
     """A number of a JSON file; NaN where there is none, also for the words that stand for NaN and infinities."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
 def _table(path: Path, result: Mapping[str, Any], problems: list[str]) -> Listed | None:
+    if not _is_there(path, problems):
+        return None
     try:
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
             rows = list(csv.DictReader(file))
-    except FileNotFoundError:
-        problems.append(f"{path.name} is missing")
-        return None
     except (OSError, csv.Error) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return None
@@ -280,19 +291,34 @@ def _table(path: Path, result: Mapping[str, Any], problems: list[str]) -> Listed
 
 def _queries(path: Path, table: Listed | None, problems: list[str]) -> dict[str, NDArray[Any]]:
     """Columns of the same length, `index` and `neighbours` being rows of the table."""
+    if not _is_there(path, problems):
+        return {}
     try:
         # numpy leaves a damaged archive open, so it is opened here
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             columns = {name: file[name] for name in file.files}
-    except FileNotFoundError:
-        problems.append(f"{path.name} is missing")
-        return {}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        TypeError,
+        AttributeError,
+        zipfile.BadZipFile,
+        zlib.error,
+        NotImplementedError,
+    ) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
     index = columns.get("index")
-    if index is None or index.ndim != 1 or any(len(column) != len(index) for column in columns.values()):
+    if index is None or index.ndim != 1 or any(column.shape[:1] != index.shape for column in columns.values()):
         problems.append(f"{path.name} does not hold one row per query")
+        return {}
+    odd = [name for name, column in columns.items() if not _fits(name, column)]
+    near, scores = columns.get("neighbours"), columns.get("scores")
+    if near is not None and scores is not None and near.shape != scores.shape:
+        odd.append("scores")
+    if odd:
+        problems.append(f"{path.name} holds {', '.join(odd)} of another kind than a test writes")
         return {}
     if table is not None and len(index) and not 0 <= index.min() <= index.max() < len(table):
         problems.append(f"{path.name} names rows that table.csv does not have")
@@ -300,14 +326,20 @@ def _queries(path: Path, table: Listed | None, problems: list[str]) -> dict[str,
     return columns
 
 
+def _fits(name: str, column: NDArray[Any]) -> bool:
+    """Whether a column holds what its name says: rows of the table, or numbers."""
+    if name in ("index", "neighbours"):
+        return bool(np.issubdtype(column.dtype, np.integer)) and (not column.size or int(column.min()) >= 0)
+    return column.dtype.kind in "biuf"
+
+
 def _embeddings(path: Path, table: Listed | None, problems: list[str]) -> NDArray[np.float32] | None:
     """Left on disk: only what is looked at is read."""
+    if not _is_there(path, problems):
+        return None
     try:
         found: NDArray[np.float32] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        problems.append(f"{path.name} is missing")
-        return None
-    except (OSError, ValueError, EOFError) as error:
+    except UNREADABLE as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return None
     if (

@@ -92,7 +92,7 @@ class RunFolder:
 
     def save(
         self,
-        model: nn.Module,
+        model: nn.Module | Mapping[str, Any],
         state: Mapping[str, Any],
         *,
         step: int,
@@ -100,7 +100,7 @@ class RunFolder:
         metrics: Mapping[str, float],
         best: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """Writes a checkpoint, points `last` to it and `best` to what `best` names, drops older ones."""
+        """Writes a checkpoint of a model or its weights, points `last` to it, `best` to what `best` names, drops old ones."""
         name = folder_of(step)
         pointer = {"folder": name, "step": step, "epoch": epoch, "metrics": dict(metrics)}
         with self._explained(f"take the checkpoint of step {step}"):
@@ -225,13 +225,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def _weights(model: nn.Module) -> bytes:
+def _weights(model: nn.Module | Mapping[str, Any]) -> bytes:
     from safetensors.torch import save
 
     # safetensors has no notion of two names for one storage; each gets its own copy and loading ties them again
     tensors = {
         name: value.detach().to("cpu", copy=True).contiguous()
-        for name, value in unwrapped(model).state_dict().items()
+        for name, value in (unwrapped(model).state_dict() if isinstance(model, nn.Module) else model).items()
         if isinstance(value, Tensor)
     }
     return save(tensors, metadata={"format": "pt"})

@@ -17,7 +17,7 @@ NOTICEABLE = 1e-3
 
 
 def diagnose(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
-    """Numbers for a journal entry, from the embeddings of a batch.
+    """Numbers for a journal entry, from the embeddings of a batch; those of `loss.diagnose` where it has one.
 
     Returns:
         batch_R@1, batch_mAP: exact, each query against the rest of the batch; queries with nothing to find are left out.
@@ -27,6 +27,9 @@ def diagnose(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
         effective_rank: in how many dimensions they lie, exp of the entropy of their normalised singular values.
         skipped: queries without anything to find.
     """
+    if hasattr(loss, "diagnose"):
+        numbers: dict[str, float] = loss.diagnose(embeddings, labels)
+        return numbers
     skipped = skipped_queries(labels, loss)
     embeddings = F.normalize(embeddings.detach().float(), dim=1)
     labels = labels.to(embeddings.device)

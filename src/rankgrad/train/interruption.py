@@ -2,15 +2,22 @@
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 
 class Interruption:
-    """Listens for signals inside its context; only the main thread can."""
+    """Listens for signals inside its context; only the main thread can.
 
-    def __init__(self) -> None:
+    Args:
+        grace: seconds in which further signals are the same wish as the first.
+    """
+
+    def __init__(self, grace: float = 0.0) -> None:
         self.signal: str | None = None
+        self.grace = grace
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruption":
@@ -23,8 +30,13 @@ class Interruption:
         self._give_back()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number).name
-        self._give_back()
+        if self.signal is None:
+            self.signal, self._since = signal.Signals(number).name, time.monotonic()
+            if not self.grace:
+                self._give_back()
+        elif time.monotonic() - self._since > self.grace:
+            self._give_back()
+            signal.raise_signal(number)
 
     def _give_back(self) -> None:
         for number, handler in self._before.items():

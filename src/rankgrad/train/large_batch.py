@@ -9,7 +9,7 @@ more with a graph and send its rows of that gradient through it.
 """
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from rankgrad._checks import check_count, shape_of
 from rankgrad.train.gradient_check import CheckReport, GradientCheck, live_batch_norms
 from rankgrad.train.keeping import FirstStep, Keeping
+from rankgrad.train.parallel import exchanges, is_divided
+from rankgrad.train.processes import ALONE, Processes
 from rankgrad.train.protocols import Loss
 from rankgrad.train.replay import RandomState
 
@@ -36,7 +38,8 @@ class LargeBatch:
     "auto" keeps what fits, on a GPU by what the first step was seen to need, on a CPU by half of the memory available
     (none where the system does not tell).
 
-    A model wrapped in DistributedDataParallel or FSDP exchanges gradients once, with the last chunk.
+    A model wrapped in DistributedDataParallel or FSDP2 exchanges gradients once, with the last chunk. Such wrappers average,
+    which `DistributedRankLoss` allows for.
 
     Args:
         model: from a chunk of images to embeddings [items, dimensions].
@@ -44,6 +47,8 @@ class LargeBatch:
         chunk_size: images that go through the model at once, 0 for all.
         keep: "auto", or how many chunks to keep.
         autocast: dtype of an autocast region around model and loss; None for whatever region the call stands in.
+        processes: those that take the step together. If one runs out of memory all raise, and none waits for it; and FSDP2,
+            which needs as many passes on each, gets as many chunks.
 
     After a call `embeddings` and `embedding_gradient` hold those of the batch.
     """
@@ -58,8 +63,11 @@ class LargeBatch:
         chunk_size: int,
         keep: int | Literal["auto"] = "auto",
         autocast: torch.dtype | None = None,
+        *,
+        processes: Processes = ALONE,
     ) -> None:
         check_count(chunk_size, name="chunk_size", caller="LargeBatch", least=0)
+        self.processes = processes
         self.model, self.loss, self.chunk_size, self.autocast = model, loss, chunk_size, autocast
         self._keeping = Keeping(keep)
 
@@ -77,6 +85,8 @@ class LargeBatch:
             refuse_live_batch_norm(self.model)
         kind = self._kind(images)
         kept = self._keeping.count(kind, len(cuts), self.device)
+        if is_divided(self.model):
+            kept = -self.processes.largest(-kept)
         first = self._keeping.step(kind, len(cuts), self.model, leaves(images), self.device)
         with torch.enable_grad(), self._region():
             value = self._step(images, labels, cuts, scale, kept, first)
@@ -124,36 +134,42 @@ class LargeBatch:
         self, images: Any, labels: Tensor, cuts: list[slice], scale: Scale, kept: int, first: FirstStep | None = None
     ) -> Tensor:
         device, last = self.device, len(cuts) - 1
-        if last and _exchanges(self.model):
+        if last and exchanges(self.model):
             kept = min(kept, last)  # such a model must see the pass that exchanges directly before its backward
         graphs: dict[int, Tensor] = {}
         states: dict[int, RandomState] = {}
         parts = []
-        for i, cut in enumerate(cuts):
-            with self._exchange(last == 0):
-                if i < kept:
-                    with first.chunk() if first and i == 0 else nullcontext():
-                        graphs[i] = self._embed(images, cut, device)
-                    parts.append(graphs[i].detach())
-                else:
-                    states[i] = RandomState.of(device)
-                    with torch.no_grad():
-                        parts.append(self._embed(images, cut, device))
+        with self._agreed():
+            for i, cut in enumerate(cuts):
+                with self._exchange(last == 0):
+                    if i < kept:
+                        with first.chunk() if first and i == 0 else nullcontext():
+                            graphs[i] = self._embed(images, cut, device)
+                        parts.append(graphs[i].detach())
+                    else:
+                        states[i] = RandomState.of(device)
+                        with torch.no_grad():
+                            parts.append(self._embed(images, cut, device))
         # casts of weights that were made without a graph must not serve the pass with one
         torch.clear_autocast_cache()
         embeddings = torch.cat(parts).requires_grad_()
         value = self._loss_and_gradient(embeddings, labels, scale)
         gradient = torch.zeros_like(embeddings) if embeddings.grad is None else embeddings.grad
         after = RandomState.of(device)
-        for i, cut in enumerate(cuts):
+
+        def go_back(i: int) -> None:
             with self._exchange(i == last):
                 if i in states:
                     states[i].restore()
-                output = graphs.pop(i) if i in graphs else self._embed(images, cut, device)
+                output = graphs.pop(i) if i in graphs else self._embed(images, cuts[i], device)
                 if output.requires_grad:
                     with _without_autocast(device):
-                        output.backward(gradient[cut])
-            del output
+                        output.backward(gradient[cuts[i]])
+
+        with self._agreed():
+            for i in range(last):
+                go_back(i)
+        go_back(last)
         after.restore()
         self.embeddings, self.embedding_gradient = embeddings.detach(), gradient
         return value
@@ -178,7 +194,29 @@ class LargeBatch:
         if len(labels) != items:
             raise ValueError(f"LargeBatch: labels must be one per image, {items}, got {len(labels)}")
         size = self.chunk_size or items
+        if is_divided(self.model):
+            chunks, least = self.processes.largest(-(-items // size)), -self.processes.largest(-items)
+            if chunks > least:
+                raise ValueError(
+                    f"LargeBatch: FSDP needs as many chunks on every process, and {least} images cannot be cut into {chunks}: "
+                    "let the batch be a multiple of the processes, or the chunk larger"
+                )
+            return [slice(items * i // chunks, items * (i + 1) // chunks) for i in range(chunks)]
         return [slice(start, min(start + size, items)) for start in range(0, items, size)]
+
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """All processes run out of memory here, or none: it is raised by all before they wait for each other elsewhere."""
+        if self.processes.size == 1:
+            yield
+            return
+        mine: torch.OutOfMemoryError | None = None
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            mine = error
+        if self.processes.any(mine is not None):
+            raise mine or torch.OutOfMemoryError("another process ran out of memory")
 
     def _region(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
@@ -247,7 +285,3 @@ def refuse_live_batch_norm(model: nn.Module) -> None:
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """A backward pass repeats the precision of its forward pass by itself; autocast would round it once more."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
-
-
-def _exchanges(model: nn.Module) -> bool:
-    return hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")

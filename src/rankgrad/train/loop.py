@@ -20,15 +20,19 @@ from torch import Tensor, nn
 from rankgrad.data.seeds import derive
 from rankgrad.train.checkpoints import Checkpoint, RunFolder, folder_of, unwrapped
 from rankgrad.train.diagnostics import diagnose
-from rankgrad.train.errors import TrainingError
+from rankgrad.train.errors import LostProcessError, TrainingError
 from rankgrad.train.interruption import Interruption
 from rankgrad.train.journal import Journal, jsonable, open_journal, provenance
 from rankgrad.train.pace import Mean, Pace
+from rankgrad.train.processes import ALONE, Processes, is_lost
 from rankgrad.train.progress import Progress
-from rankgrad.train.protocols import Batches, Evaluator, Loss
+from rankgrad.train.protocols import Batches, Evaluator, Loss, undivided
 from rankgrad.train.settings import TrainSettings
 from rankgrad.train.stepping import OutOfMemoryError, Stepper, Taken
 from rankgrad.train.watch import NotFiniteError
+
+# seconds in which a second signal is the first once more: a terminal and torchrun each send one to every process
+SAME_WISH = 5.0
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,13 @@ def fit(
     resume: bool = False,
     identity: Mapping[str, Any] | None = None,
     description: Mapping[str, Any] | None = None,
+    processes: Processes = ALONE,
 ) -> Outcome:
     """Trains `model` and keeps its journal and checkpoints in `run`.
+
+    With several processes all of them call this, each with its share of every batch (`Shared`), a `DistributedRankLoss` and the
+    same for all else; loss, gradients and metrics are then those of one process. Random layers are the exception: each process
+    draws its own. The first process writes, into a folder that all can read. Any number of processes can resume the run.
 
     Args:
         model: from images to embeddings.
@@ -78,12 +87,14 @@ def fit(
         settings: everything else that decides the run.
         run: where to write.
         groups: parameter groups with their own `lr` and `weight_decay`; by default all parameters of model and loss.
-        evaluators: by name of the split, functions from the model (in evaluation mode) to metrics.
+        evaluators: by name of the split, functions from the model (in evaluation mode) to metrics; called by all processes,
+            and what they give on the first counts.
         select: which of them chooses the best checkpoint and stops early. Anything but validation classes is noted as such.
         device: where to train.
         resume: continue from the last checkpoint; without one, begin.
         identity: what else a resumed run must agree with, such as the recipe's fields.
         description: what else the journal's first entry says, such as counts of data.
+        processes: those that train together, from `rankgrad.train.processes.joined`.
     """
     evaluators = evaluators or {}
     if select is not None and select not in evaluators:
@@ -94,12 +105,12 @@ def fit(
         raise ValueError("fit: batches must hold at least one batch, got none")
     device = torch.device(device)
     run.keep_last = settings.keep_last
-    run.prepare()
+    processes.from_first(run.prepare)
     with contextlib.ExitStack() as stack:
         # every step seeds torch's generators; the caller gets his own back
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         training = _Training(
-            model, loss, batches, settings, run, groups, dict(evaluators), select, device, dict(identity or {})
+            model, loss, batches, settings, run, groups, dict(evaluators), select, device, dict(identity or {}), processes
         )
         return training.run_to_end(stack, resume, dict(description or {}))
 
@@ -134,14 +145,18 @@ class _Training:
         select: str | None,
         device: torch.device,
         identity: dict[str, Any],
+        processes: Processes,
     ) -> None:
+        self.processes = processes
         self.model, self.batches, self.settings, self.run = model, batches, settings, run
         self.evaluators, self.select, self.device = evaluators, select, device
-        self.stepper = Stepper(model, loss, settings, groups, steps_per_epoch=len(batches), device=device)
+        self.stepper = Stepper(
+            model, loss, settings, groups, steps_per_epoch=len(batches), device=device, processes=processes
+        )  # fmt: skip
         self.total = settings.total_steps(len(batches))
         self.identity = jsonable({**self._own_identity(), **identity})
         self.at = _Position()
-        self.interruption = Interruption()
+        self.interruption = Interruption(grace=SAME_WISH if processes.size > 1 else 0.0)
         self.pace = Pace()
         self.epoch_loss = Mean()
 
@@ -150,21 +165,32 @@ class _Training:
         checkpoint, faults = self._origin(resume)
         if checkpoint is not None:
             self._restore(checkpoint)
-        self.journal = open_journal(self.run.journal, self.settings, resume_at=self.at.step)
+        self.journal = Journal([])
+        self.processes.from_first(self._open_journal)
         stack.callback(self.journal.close)
-        self.progress = stack.enter_context(Progress(self.total, "training", unit="steps", done=self.at.step))
+        shown = self.processes.first
+        self.progress = stack.enter_context(Progress(self.total, "training", unit="steps", done=self.at.step, shown=shown))
         self._note_start(resume, checkpoint, faults, description)
         stack.enter_context(self.interruption)
         try:
             reason = self._epochs()
+        except LostProcessError as error:
+            raise self._ended(self._deserted(error)) from error
         except (NotFiniteError, OutOfMemoryError) as error:
-            raise self._ended(TrainingError(f"{error}. The run stops; {self.run.last_good()}.")) from error
+            said = self._of_all(error) if isinstance(error, NotFiniteError) else error
+            raise self._ended(TrainingError(f"{said}. The run stops; {self.run.last_good()}.")) from error
         except (TrainingError, ValueError) as error:
             raise self._ended(error) from error.__cause__
+        except RuntimeError as error:
+            if self.processes.size == 1 or not is_lost(error):
+                raise
+            raise self._ended(self._deserted(error)) from error
+        self.stepper.fetch()
         self._note("end", reason=reason, seconds=time.perf_counter() - start, best=self.at.best)
         if reason == "interrupted":
+            asked = self.interruption.signal or "another process"
             self.progress.say(
-                f"stopped by {self.interruption.signal} after step {self.at.step} of {self.total}; the checkpoint is written. "
+                f"stopped by {asked} after step {self.at.step} of {self.total}; the checkpoint is written. "
                 f"Continue with: rankgrad train --resume {self.run.path}"
             )
         return Outcome(
@@ -180,7 +206,7 @@ class _Training:
     def _epochs(self) -> str:
         while self.at.step < self.total and not self._waited_enough:
             self.batches.set_epoch(self.at.epoch)
-            self.model.train()
+            self.stepper.train()
             self.epoch_loss.reset()
             self.pace.reset()
             began, started_at = time.perf_counter(), self.at.step
@@ -189,7 +215,7 @@ class _Training:
                 ends = position + 1 == len(self.batches) or self.at.step == self.total
                 if ends:
                     break
-                if self.interruption.signal:
+                if self._asked_to_stop():
                     self._save()
                     return "interrupted"
                 if self.settings.checkpoint_every and self.at.step % self.settings.checkpoint_every == 0:
@@ -199,7 +225,7 @@ class _Training:
                     f"fit: batches promised {len(self.batches)} steps per epoch and gave none from {self.at.in_epoch}"
                 )
             self._finish_epoch(time.perf_counter() - began, self.at.step - started_at)
-            if self.interruption.signal and self.at.step < self.total:
+            if self.at.step < self.total and self._asked_to_stop():
                 return "interrupted"
         return "early stop" if self._waited_enough and self.at.step < self.total else "finished"
 
@@ -217,15 +243,21 @@ class _Training:
             self.at.epoch, self.at.in_epoch = self.at.epoch + 1, 0
         every = self.settings.checkpoint_every
         due = self.at.step % every == 0 if every else complete
-        if due or is_best or final or self._waited_enough or self.interruption.signal:
+        if due or is_best or final or self._waited_enough or self._asked_to_stop():
             self._save(number)
 
+    def _asked_to_stop(self) -> bool:
+        """Whether any process was; all of them must ask."""
+        return self.processes.any(self.interruption.signal is not None)
+
     def _train_step(self, position: int, indices: Tensor, images: Any, labels: Tensor) -> None:
-        seed = derive(self.settings.seed, "step", self.at.epoch, position)
+        # random layers of the other processes see other images and draw anew
+        own = () if self.processes.first else ("process", self.processes.rank)
+        seed = derive(self.settings.seed, "step", self.at.epoch, position, *own)
         taken = self.stepper.take(self.at.step, seed, indices, images, labels, warn=self._warn)
         self.at.step, self.at.in_epoch = self.at.step + 1, position + 1
         self.epoch_loss.add(taken.loss)
-        self.pace.add(len(labels))
+        self.pace.add(len(taken.labels))
         note = ""
         if self.at.step % self.settings.log_every == 0 or self.at.step in (1, self.total):
             note = self._log(taken)
@@ -240,7 +272,7 @@ class _Training:
             "images_per_second": rate,
             "gradient": float(taken.gradient),
             "chunk_size": taken.chunk_size,
-            **diagnose(taken.embeddings, taken.labels, self.stepper.loss),
+            **(diagnose(taken.embeddings, taken.labels, undivided(self.stepper.loss)) if self.processes.first else {}),
         }
         if self.device.type == "cuda":
             content["memory"] = torch.cuda.max_memory_allocated(self.device)
@@ -254,11 +286,13 @@ class _Training:
     def _evaluate(self) -> bool:
         """Runs all evaluators; True if the metric that selects is the best so far."""
         is_best = False
+        self.stepper.fetch()
         self.model.eval()
         for split, evaluator in self.evaluators.items():
             began = time.perf_counter()
             with torch.no_grad():
-                metrics = {name: float(value) for name, value in evaluator(self.model).items()}
+                found = {name: float(value) for name, value in evaluator(self.model).items()}
+            metrics = self.processes.from_first(lambda found=found: found)  # type: ignore[misc]
             self.at.metrics[split] = metrics
             self._note("eval", split=split, metrics=metrics, seconds=time.perf_counter() - began)
             shown = ", ".join(f"{name} {value:.4f}" for name, value in list(metrics.items())[:4])
@@ -267,7 +301,7 @@ class _Training:
             self.progress.say(
                 f"epoch {self._epoch_number}, {split}: {shown}" + (" (best)" if is_best and split == self.select else "")
             )
-        self.model.train()
+        self.stepper.train()
         return is_best
 
     def _judge(self, metrics: Mapping[str, float]) -> bool:
@@ -301,14 +335,17 @@ class _Training:
             "settings": self.settings.as_dict(),
             "identity": self.identity,
         }
-        saved = self.run.save(self.model, state, step=self.at.step, epoch=number, metrics=metrics, best=self.at.best)
+        weights, step, best = self.stepper.weights(), self.at.step, self.at.best
+        saved = self.processes.from_first(
+            lambda: self.run.save(weights, state, step=step, epoch=number, metrics=metrics, best=best)
+        )
         self._note("checkpoint", folder=saved.folder.name, seconds=time.perf_counter() - began)
         self.pace.reset()
 
     def _origin(self, resume: bool) -> tuple[Checkpoint | None, list[str]]:
         """The checkpoint to continue from, if any, and what is wrong with newer ones."""
         if resume:
-            return self.run.newest_good()
+            return self.processes.from_first(self.run.newest_good)
         if self.run.pointer("last") is not None:
             raise ValueError(
                 f"fit: {self.run.path} already holds a run ({self.run.last_good()}): resume it or choose another folder"
@@ -332,7 +369,7 @@ class _Training:
         same_chunk = self.settings.chunk_size == state["settings"]["chunk_size"]
         self.stepper.restore(state, with_chunk_size=same_chunk)
         self.at = _Position(**state["position"])
-        self.run.continue_from(checkpoint.step, self.at.best)
+        self.processes.from_first(lambda: self.run.continue_from(checkpoint.step, self.at.best))
 
     def _own_identity(self) -> dict[str, Any]:
         shapes = [f"{name} {tuple(p.shape)}" for name, p in unwrapped(self.model).named_parameters()]
@@ -344,7 +381,7 @@ class _Training:
                 | {"tensors": len(group["params"])}
                 for group in self.stepper.optimizer.param_groups
             ],
-            "loss": type(self.stepper.loss).__name__,
+            "loss": type(undivided(self.stepper.loss)).__name__,
             "select": self.select,
         }
 
@@ -354,6 +391,7 @@ class _Training:
             "steps_per_epoch": len(self.batches),
             "total_steps": self.total,
             "parameters": sum(p.numel() for p in self.stepper.parameters),
+            "processes": self.processes.size,
         }
         self._note(
             kind, settings=self.settings.as_dict(), identity=self.identity, **provenance(self.device), **counts, **description
@@ -367,6 +405,23 @@ class _Training:
                 f"the best checkpoint is selected on {self.select!r} and not on validation classes: "
                 "its number is the best of many on that split"
             )
+
+    def _open_journal(self) -> None:
+        self.journal = open_journal(self.run.journal, self.settings, resume_at=self.at.step)
+
+    def _of_all(self, error: NotFiniteError) -> NotFiniteError:
+        """With the images of all processes, which have all seen it: loss and gradient are the same everywhere."""
+        if self.processes.size == 1 or not error.images:
+            return error
+        shares = self.processes.gather(error.images)
+        return NotFiniteError(error.fact, ", ".join(f"{images} (rank {rank})" for rank, images in enumerate(shares)))
+
+    def _deserted(self, error: Exception) -> LostProcessError:
+        detail = " ".join(str(error).split())[:120]
+        return LostProcessError(
+            f"another process of the run has ended, so rank {self.processes.rank} stops at step {self.at.step + 1}; "
+            f"{self.run.last_good()}. Continue with: rankgrad train --resume {self.run.path} ({detail})"
+        )
 
     def _warn(self, message: str, **content: Any) -> None:
         self._note("warning", message=message, **content)

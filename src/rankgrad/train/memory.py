@@ -38,14 +38,20 @@ class SavedBytes:
 
     def __init__(self, there: Iterable[Tensor]) -> None:
         self.total = 0
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in there}
+        self._seen = {_storage(tensor).data_ptr() for tensor in there}
 
     def note(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()
         return tensor
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Where the numbers are; of a tensor that is divided among processes, this process's."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.untyped_storage()
 
 
 @contextmanager

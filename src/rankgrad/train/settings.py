@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from rankgrad._checks import check_choice, check_count, check_not_negative, check_positive
+from rankgrad.train.parallel import PARALLELS, Parallel
 
 Optimizer: TypeAlias = Literal["adam", "adamw", "sgd"]
 Schedule: TypeAlias = Literal["constant", "step", "cosine", "exponential"]
@@ -30,6 +31,7 @@ FREE_TO_CHANGE = frozenset(
         "keep_last",
         "chunk_size",
         "keep",
+        "parallel",
         "tensorboard",
         "wandb",
     }
@@ -70,6 +72,8 @@ class TrainSettings:
         checkpoint_every: steps between checkpoints, 0 for the end of every epoch.
         keep_last: checkpoints that stay besides the best one.
         seed: of all randomness.
+        parallel: with several processes, "ddp" (each has a copy of the model) or "fsdp" (parameters, gradients and optimizer
+            state are divided among them, FSDP2).
         tensorboard: "auto" writes curves where the package is installed, "on" insists, "off" does not.
         wandb: project at Weights & Biases, empty for none.
     """
@@ -101,6 +105,7 @@ class TrainSettings:
     checkpoint_every: int = 0
     keep_last: int = 2
     seed: int = 0
+    parallel: Parallel = "ddp"
     tensorboard: Literal["auto", "on", "off"] = "auto"
     wandb: str = ""
 
@@ -117,6 +122,7 @@ class TrainSettings:
         check_choice(self.optimizer, OPTIMIZERS, name="optimizer", caller=caller)
         check_choice(self.schedule, SCHEDULES, name="schedule", caller=caller)
         check_choice(self.precision, AUTOCAST, name="precision", caller=caller)
+        check_choice(self.parallel, PARALLELS, name="parallel", caller=caller)
         check_choice(self.tensorboard, ("auto", "on", "off"), name="tensorboard", caller=caller)
         for name in ("chunk_size", "keep"):
             if getattr(self, name) != "auto":

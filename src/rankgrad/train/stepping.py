@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankgrad.train.checkpoints import unwrapped
 from rankgrad.train.gradient_check import live_batch_norms
 from rankgrad.train.graphed import GraphedPass
 from rankgrad.train.large_batch import LargeBatch, len_of
 from rankgrad.train.optimizers import make_optimizer, schedule, set_learning_rate
-from rankgrad.train.planning import choose_chunk
-from rankgrad.train.protocols import Loss
+from rankgrad.train.parallel import divided_like, fetch, give, is_divided, refuse_local_statistics, spread, whole
+from rankgrad.train.planning import PROBE, choose_chunk
+from rankgrad.train.processes import ALONE, Processes
+from rankgrad.train.protocols import Gathering, Loss, undivided
 from rankgrad.train.replay import LossState
 from rankgrad.train.settings import AUTOCAST, TrainSettings
 from rankgrad.train.watch import FiniteWatch, NotFiniteError
@@ -28,7 +31,7 @@ class OutOfMemoryError(RuntimeError):
 
 @dataclass(frozen=True)
 class Taken:
-    """A step that was taken; nobody has waited for its tensors."""
+    """A step that was taken, by all processes together; nobody has waited for its tensors."""
 
     loss: Tensor
     gradient: Tensor
@@ -48,6 +51,7 @@ class Stepper:
         groups: parameter groups, by default all parameters of model and loss.
         steps_per_epoch: of the schedule.
         device: where to train.
+        processes: those that take each step together.
     """
 
     def __init__(
@@ -59,7 +63,15 @@ class Stepper:
         *,
         steps_per_epoch: int,
         device: torch.device,
+        processes: Processes = ALONE,
     ) -> None:
+        if processes.size > 1 and not isinstance(loss, Gathering):
+            raise ValueError(
+                f"fit: with {processes.size} processes the loss must rank against all of them: wrap it in DistributedRankLoss"
+            )
+        if processes.size > 1 and settings.parallel == "fsdp" and settings.precision == "fp16":
+            raise ValueError("fit: parallel 'fsdp' has no scaled loss for precision 'fp16': train with 'bf16', or with 'ddp'")
+        self.processes = processes
         self.model, self.loss, self.settings, self.device = model, loss, settings, device
         model.to(device)
         if settings.channels_last:
@@ -68,19 +80,37 @@ class Stepper:
             loss.to(device).train()
         if groups is None:
             groups = [{"params": [*model.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]}]
+        if settings.compile:
+            model.compile()
+        self._trained, groups = spread(model, groups, settings.parallel, processes)
         self.optimizer = make_optimizer(groups, settings)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._factor = schedule(settings, steps_per_epoch)
         self._scaler = torch.amp.GradScaler(device.type) if settings.precision == "fp16" else None
         # the overflow of a scaled gradient is the scaler's business
         self._watch = FiniteWatch(gradients=self._scaler is None)
-        if settings.compile:
-            model.compile()
         self._chunk_is_chosen = settings.chunk_size != "auto"
         chunk_size = 0 if settings.chunk_size == "auto" else settings.chunk_size
-        self._large = LargeBatch(model, loss, chunk_size, settings.keep, AUTOCAST[settings.precision])
-        graphs = settings.cuda_graphs and not settings.compile and device.type == "cuda"
-        self._graphed = GraphedPass(model, AUTOCAST[settings.precision]) if graphs else None
+        autocast = AUTOCAST[settings.precision]
+        self._large = LargeBatch(self._trained, loss, chunk_size, settings.keep, autocast, processes=processes)
+        graphs = settings.cuda_graphs and not settings.compile and device.type == "cuda" and processes.size == 1
+        self._graphed = GraphedPass(model, autocast) if graphs else None
+
+    def train(self) -> None:
+        """Puts the network into training mode."""
+        self.model.train()
+        self._trained.train()
+        if self.processes.size > 1:
+            refuse_local_statistics(self._trained)
+
+    def fetch(self) -> None:
+        """Brings the weights to the model that was handed in; all processes must call it."""
+        fetch(self.model, self._trained)
+
+    def weights(self) -> dict[str, Any]:
+        """Of the network, undivided; all processes must call it."""
+        weights: dict[str, Any] = whole(unwrapped(self._trained).state_dict())
+        return weights
 
     def take(self, step: int, seed: int, indices: Tensor, images: Any, labels: Tensor, *, warn: Callable[..., None]) -> Taken:
         """Takes step `step`, counted from 0, with torch's generators at `seed`."""
@@ -91,7 +121,7 @@ class Stepper:
         value = self._gradients(step, seed, images, labels, warn)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        length = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip or math.inf)
+        length = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip or math.inf))
         self._watch.see(step + 1, indices, value, length)
         if self._scaler is None:
             self.optimizer.step()
@@ -99,13 +129,15 @@ class Stepper:
             self._scaler.step(self.optimizer)
             self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        gathered = self.loss.gathered if isinstance(self.loss, Gathering) else None
+        embeddings, all_labels = gathered or (self._large.embeddings, labels)
         return Taken(
             loss=value,
             gradient=length,
             lr=self.optimizer.param_groups[0]["lr"],
             chunk_size=self._large.chunk_size or len(labels),
-            embeddings=self._large.embeddings,
-            labels=labels,
+            embeddings=embeddings,
+            labels=all_labels,
         )
 
     def settle(self) -> None:
@@ -125,26 +157,30 @@ class Stepper:
         return scale
 
     def state(self) -> dict[str, Any]:
+        """The same whichever number of processes asks for it; all of them must."""
+        loss = undivided(self.loss)
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": whole(self.optimizer.state_dict()),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "loss": self.loss.state_dict() if isinstance(self.loss, nn.Module) else None,
+            "loss": loss.state_dict() if isinstance(loss, nn.Module) else None,
             "chunk_size": self._large.chunk_size if self._chunk_is_chosen else None,
         }
 
     def restore(self, state: Mapping[str, Any], *, with_chunk_size: bool) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        give(self.model, self._trained)
+        self.optimizer.load_state_dict(divided_like(state["optimizer"], self.parameters))
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
-        if isinstance(self.loss, nn.Module):
-            self.loss.load_state_dict(state["loss"])
+        loss = undivided(self.loss)
+        if isinstance(loss, nn.Module):
+            loss.load_state_dict(state["loss"])
         if with_chunk_size and state["chunk_size"] is not None:
             self._large.chunk_size, self._chunk_is_chosen = state["chunk_size"], True
 
     def _gradients(self, step: int, seed: int, images: Any, labels: Tensor, warn: Callable[..., None]) -> Tensor:
         """The loss, its gradients left in the parameters; a pass that runs out of memory is repeated in smaller chunks."""
         if not self._chunk_is_chosen:
-            self._large.chunk_size = choose_chunk(self._large, images)
+            self._large.chunk_size = self._chosen_chunk(images)
             self._chunk_is_chosen = True
         if self._graphed is not None:
             whole = self._large.chunk_size in (0, len_of(images))
@@ -166,6 +202,15 @@ class Stepper:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             warn(f"out of memory at step {step + 1}, which is repeated: {remedy}", detail=detail)
+
+    def _chosen_chunk(self, images: Any) -> int:
+        """What fits on every process, 0 for all."""
+        items = len_of(images)
+        least = -self.processes.largest(-items)
+        if least <= PROBE and is_divided(self._trained):
+            return 0  # all processes look for a chunk, or none
+        fitting = -self.processes.largest(-(choose_chunk(self._large, images) or items))
+        return 0 if fitting >= least else fitting
 
     def _shrunk(self, step: int, items: int) -> str:
         if self._graphed is not None:

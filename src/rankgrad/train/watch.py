@@ -21,7 +21,11 @@ class Seen:
 
 
 class NotFiniteError(ArithmeticError):
-    """A step had a loss or gradient that is NaN or infinite."""
+    """A step had a loss or gradient that is NaN or infinite; `images` are those of the batch, where one is to blame."""
+
+    def __init__(self, fact: str, images: str = "") -> None:
+        super().__init__(f"{fact}; the batch was images {images}" if images else fact)
+        self.fact, self.images = fact, images
 
 
 class FiniteWatch:
@@ -62,4 +66,4 @@ class FiniteWatch:
             if matters and not torch.isfinite(torch.tensor(value)):
                 listed = ", ".join(map(str, seen.indices[:LISTED].tolist()))
                 more = f" and {len(seen.indices) - LISTED} more" if len(seen.indices) > LISTED else ""
-                raise NotFiniteError(f"step {seen.step}: {what} is {value}; the batch was images {listed}{more}")
+                raise NotFiniteError(f"step {seen.step}: {what} is {value}", f"{listed}{more}")

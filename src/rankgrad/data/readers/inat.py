@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from rankgrad.data.readers.source import DataSet, Reader, Size, Source
-from rankgrad.data.readers.text import Column, Rows, positions
+from rankgrad.data.readers.text import Column, Rows, brief, positions
 
 LIST = "Inaturalist_{}_set1.txt"
 
@@ -46,7 +46,7 @@ def _check(rows: Rows, source: Source) -> None:
     for i, path in enumerate(rows.texts["path"]):
         parts = PurePosixPath(path).parts
         if len(parts) != 4 or not (parts[2].isascii() and parts[2].isdigit()):
-            source.problems.add(rows.where(i), f"a path like train_val2018/Aves/3021/x.jpg wanted, got {path!r}")
+            source.problems.add(rows.where(i), f"a path like train_val2018/Aves/3021/x.jpg wanted, got {brief(path)}")
 
 
 INAT = Reader(

@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from rankgrad.data.readers.source import DataSet, Reader, Size, Source
-from rankgrad.data.readers.text import Column, Rows, positions
+from rankgrad.data.readers.text import Column, Rows, brief, positions
 
 LIST = "list_eval_partition.txt"
 COLUMNS = (
@@ -53,9 +53,11 @@ def read_inshop(source: Source) -> DataSet:
 def _check(rows: Rows, source: Source) -> None:
     for i, (path, item) in enumerate(zip(rows.texts["image_name"], rows.texts["item_id"], strict=True)):
         if not _ITEM.fullmatch(item):
-            source.problems.add(rows.where(i), f"item_id must be like id_00000002, got {item!r}")
+            source.problems.add(rows.where(i), f"item_id must be like id_00000002, got {brief(item)}")
         if len(PurePosixPath(path).parts) < 4:
-            source.problems.add(rows.where(i), f"image_name must be like img/WOMEN/Dresses/id_00000002/x.jpg, got {path!r}")
+            source.problems.add(
+                rows.where(i), f"image_name must be like img/WOMEN/Dresses/id_00000002/x.jpg, got {brief(path)}"
+            )
 
 
 INSHOP = Reader(

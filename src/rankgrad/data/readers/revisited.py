@@ -16,6 +16,7 @@ from rankgrad.data.table import GroundTruth, path_complaint
 
 DISTRACTORS = "revisitop1m"
 QUERIES = 70
+LARGEST_EDGE = 1e6
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +110,8 @@ def _box(value: object, where: str) -> list[float]:
     box = (
         value if isinstance(value, list) and len(value) == 4 and all(type(x) in (int, float) for x in value) else [math.nan] * 4
     )
-    if not (all(map(math.isfinite, box)) and box[0] < box[2] and box[1] < box[3]):
+    # no image is as large; the comparison is also false for nan, and, unlike isfinite, takes integers of any size
+    if not (all(abs(edge) < LARGEST_EDGE for edge in box) and box[0] < box[2] and box[1] < box[3]):
         raise ValueError(f"{where}: bbx must be x1, y1, x2, y2 with x1 < x2 and y1 < y2, got {brief(repr(value))}")
     return box
 

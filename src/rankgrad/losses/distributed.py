@@ -1,0 +1,177 @@
+"""One loss of the batch that several processes hold together.
+
+Process p holds the embeddings e_p. It gathers those of all, ranks its own queries only, and gets a part L_p of the loss
+
+    L = L_1 + ... + L_G          each the sum over the queries of p, divided by the queries of all processes
+
+so work and memory of the scores are divided by G. Going back, process p has dL_p / de_q for every q; the sum of these over p is
+dL / de_q and is sent to q, the owner. So every process holds the gradient of the whole loss with respect to its own embeddings,
+and the gradient of parameters is the sum over processes of what each sends through its model:
+
+    dL / dw = sum over q of (de_q / dw)^T dL / de_q
+
+DistributedDataParallel and FSDP make the mean of that sum. For them dL / de_q is multiplied by G, which makes it the sum again.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rankgrad._checks import check_labels, check_tensor
+from rankgrad.losses.memory import EmbeddingMemory
+from rankgrad.losses.rank_loss import RankLoss
+from rankgrad.losses.simix import SiMix
+
+
+class DistributedRankLoss(nn.Module):
+    """`loss` of the batches of all processes as if they were one batch in one process, in the order of the ranks.
+
+        loss = DistributedRankLoss(RecallAtKLoss())
+        loss(ddp_model(images), labels).backward()      # images and labels of this process
+
+    Value and gradient are those of one process, up to the order of sums, on every process: each ranks its own queries against
+    the candidates of all. Processes may hold different numbers of items, and items without a match among their own. What a
+    `Blackbox` with `margin_noise` and the random layers of a model draw is their own on each process; the virtual examples of
+    `SiMix` are drawn by the first process for all. With one process, or without a process group, it is `loss` itself.
+
+    After a call `gathered` holds embeddings and labels of the whole batch, `used_queries` counts all processes' queries.
+
+    Args:
+        loss: a `RankLoss` with reduction "mean", a `SiMix` or an `EmbeddingMemory`, which then remembers whole batches.
+        group: the processes, by default all.
+        averaged: whether the gradients of parameters will be averaged over the processes, as DistributedDataParallel and FSDP
+            do. False: the caller sums them; what arrives at the embeddings is then the gradient of the loss.
+    """
+
+    gathered: tuple[Tensor, Tensor] | None
+
+    def __init__(
+        self,
+        loss: RankLoss | SiMix | EmbeddingMemory,
+        group: "dist.ProcessGroup | None" = None,
+        *,
+        averaged: bool = True,
+    ) -> None:
+        super().__init__()
+        if not isinstance(loss, (RankLoss, SiMix, EmbeddingMemory)):
+            raise TypeError(
+                f"DistributedRankLoss: loss must be a RankLoss, SiMix or EmbeddingMemory, got {type(loss).__name__}"
+            )
+        ranked = loss if isinstance(loss, RankLoss) else loss.loss
+        if ranked.reduction != "mean":
+            raise ValueError(f"DistributedRankLoss: loss must have reduction 'mean', got {ranked.reduction!r}")
+        self.loss, self.group, self.averaged = loss, group, averaged
+        self.gathered = None
+
+    @property
+    def used_queries(self) -> Tensor:
+        return self.loss.used_queries
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Loss of all processes' embeddings; given are this process's, [items, dimensions], and their labels."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
+            value: Tensor = self.loss(embeddings, labels)
+            self.gathered = embeddings.detach(), labels
+            return value
+        shares = _Shares.of(embeddings, labels, self.group)
+        everyone: Tensor = _Gather.apply(embeddings, shares)
+        # on the device of the embeddings, which is where the backend of the group can send from
+        all_labels = shares.gather(labels.to(embeddings.device, torch.long))
+        factor = shares.size if self.averaged else 1
+        whole: Tensor = _Sum.apply(self._part(everyone, all_labels, shares), factor, self.group)
+        if isinstance(self.loss, EmbeddingMemory):
+            self.loss.remember(everyone, all_labels)
+        self.gathered = everyone.detach(), all_labels
+        return whole
+
+    def _part(self, everyone: Tensor, labels: Tensor, shares: "_Shares") -> Tensor:
+        if isinstance(self.loss, SiMix):
+            # all draw, so that generators which were alike stay so
+            alpha = self.loss.draw(labels, everyone)
+            dist.broadcast(alpha, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
+            return self.loss.part(everyone, labels, shares.own, alpha)
+        return self.loss.part(everyone, labels, shares.own)
+
+
+class _Shares:
+    """How many rows each process has."""
+
+    def __init__(self, counts: list[int], rank: int, group: "dist.ProcessGroup | None") -> None:
+        self.counts, self.group, self.size = counts, group, len(counts)
+        start = sum(counts[:rank])
+        self.own = slice(start, start + counts[rank])
+
+    @classmethod
+    def of(cls, embeddings: Tensor, labels: Tensor, group: "dist.ProcessGroup | None") -> "_Shares":
+        """Compares what all processes bring; all of them raise where something does not fit, and none is left waiting."""
+        caller = "DistributedRankLoss"
+        check_tensor(embeddings, name="embeddings", caller=caller)
+        check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller=caller)
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        mine = torch.tensor([len(embeddings), *embeddings.shape[1:2]], device=embeddings.device)
+        shapes = mine.new_empty(size * len(mine))
+        dist.all_gather_into_tensor(shapes, mine, group=group)
+        counts, dimensions = shapes.view(size, -1).t().tolist()
+        if min(counts) == 0 or len(set(dimensions)) > 1:
+            got = ", ".join(f"{items} x {width}" for items, width in zip(counts, dimensions, strict=True))
+            raise ValueError(
+                f"{caller}: every process must bring at least one embedding, all of the same dimensions, got {got} by rank"
+            )
+        return cls(counts, rank, group)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of all processes, in the order of the ranks."""
+        most = max(self.counts)
+        padded = rows.new_zeros(most, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        found = rows.new_empty(self.size * most, *rows.shape[1:])
+        dist.all_gather_into_tensor(found, padded, group=self.group)
+        if min(self.counts) == most:
+            return found
+        return torch.cat([part[:count] for part, count in zip(found.split(most), self.counts, strict=True)])
+
+    def sum_of_own(self, rows: Tensor) -> Tensor:
+        """This process's rows of the sum over all processes."""
+        if dist.get_backend(self.group) != "nccl":  # the others sum all rows whatever they are asked
+            total = rows.contiguous().clone()
+            dist.all_reduce(total, group=self.group)
+            return total[self.own]
+        most = max(self.counts)
+        padded = rows.new_zeros(self.size * most, *rows.shape[1:])
+        for part, given in zip(padded.split(most), rows.split(self.counts), strict=True):
+            part[: len(given)] = given
+        found = rows.new_empty(most, *rows.shape[1:])
+        dist.reduce_scatter_tensor(found, padded, group=self.group)
+        return found[: self.own.stop - self.own.start]
+
+
+class _Gather(torch.autograd.Function):
+    """Embeddings of all processes; the gradients of all processes add up at the owner, in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, embeddings: Tensor, shares: _Shares) -> Tensor:
+        ctx.shares, ctx.dtype = shares, embeddings.dtype
+        return shares.gather(embeddings).to(torch.promote_types(embeddings.dtype, torch.float32))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None]:
+        return ctx.shares.sum_of_own(incoming).to(ctx.dtype), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of all processes' parts; what comes back for it is everybody's, times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, factor: int, group: "dist.ProcessGroup | None") -> Tensor:
+        ctx.factor = factor
+        total = part.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
+        return incoming * ctx.factor, None, None

@@ -1,0 +1,132 @@
+"""The command line with `--processes`: a process that is killed is named, and the run goes on with another number of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rankgrad import cli
+from rankgrad.recipes import commands, equivalence
+
+SECONDS = 60
+LENGTH = "6"  # epochs: long enough to be killed on the way
+RUN = ["glyphs-recall-at-k", "--debug", "--device", "cpu", "--no-tensorboard", "--epochs", LENGTH, "--checkpoint-every", "3"]
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "rankgrad.cli", *map(str, arguments)]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANKGRAD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
+
+
+def ranks_of(folder):
+    """Process ids of a run's workers by rank, from what torchrun has told them."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        told = _read(process / "environ").split(b"\0")
+        if str(folder).encode() in _read(process / "cmdline"):
+            found |= {int(entry[5:]): int(process.name) for entry in told if entry.startswith(b"RANK=")}
+    return found
+
+
+def _read(path):
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return b""
+
+
+def entries_of(folder):
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for ranks in /proc")
+@pytest.mark.usefixtures("environment")
+def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path, capsys):
+    folder = tmp_path / "run"
+    started = subprocess.Popen(
+        command("train", *RUN, "--out", folder, "--processes", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    patience = time.monotonic() + SECONDS
+    while not (folder / "checkpoints" / "last.json").exists():
+        assert started.poll() is None, started.communicate()[1]
+        assert time.monotonic() < patience
+        time.sleep(0.05)
+    os.kill(ranks_of(folder)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    _, said = started.communicate(timeout=SECONDS)
+    assert time.monotonic() - killed < 20
+    assert started.returncode == 2
+    last = json.loads((folder / "checkpoints" / "last.json").read_text())["folder"]
+    assert said.strip().splitlines()[-1] == (
+        f"rankgrad train: rank 1 of 2 processes was ended by SIGKILL; the last checkpoint is {folder / 'checkpoints' / last}. "
+        f"Continue with: rankgrad train --resume {folder} --processes 2"
+    )
+    assert "Traceback" not in said
+
+    assert cli.main(["train", "--resume", str(folder), "--device", "cpu", "--no-tensorboard"]) == 0
+    assert "R@1" in capsys.readouterr().out
+    journal = entries_of(folder)
+    steps = [entry["step"] for entry in journal if entry["kind"] == "step"]
+    assert steps == list(range(1, len(steps) + 1))
+    assert [(e["kind"], e["processes"]) for e in journal if e["kind"] in ("start", "resume")] == [("start", 2), ("resume", 1)]
+    assert journal[-1]["reason"] == "finished"
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_mistake_is_told_once_and_not_by_every_process(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "something").touch()
+    line = command("train", *RUN, "--out", tmp_path / "run", "--processes", "2")
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert done.returncode == 2
+    assert done.stderr == f"rankgrad train: {tmp_path / 'run'} is there already and not empty: give another folder with --out\n"
+
+
+@pytest.mark.usefixtures("environment")
+def test_check_equivalence_prints_and_returns_0():
+    line = command("check-equivalence", "glyphs-fastap", "--debug", "--device", "cpu", "--processes", "2")
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "1 process against 2 (4 + 5 images), float64" in done.stdout
+    assert "they agree (to 1e-09)" in done.stdout
+
+
+def test_check_equivalence_returns_1_where_processes_disagree(monkeypatch, capsys):
+    def compare(recipe, place, *, images):
+        return equivalence.Equivalence(2, (7, 8), (0.5, 0.4), (0.5, "head"), 3, {"R@1": (0.5, 0.5)}, agrees=False)
+
+    monkeypatch.setattr(equivalence, "compare", compare)
+    monkeypatch.setattr(commands, "launched", lambda: True)
+    assert cli.main(["check-equivalence", "glyphs-fastap"]) == 1
+    assert "they DO NOT agree" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "glyphs-fastap", "--processes", "0"], "--processes must be at least 1, got 0"),
+        (["train", "glyphs-fastap", "--parallel", "dp"], "--parallel must be ddp or fsdp, got 'dp'"),
+        (["check-equivalence", "glyphs-fastap", "--images", "1"], "--images must be at least the 2 processes, got 1"),
+        (["check-equivalence"], "name a recipe, or your own images with --data"),
+    ],
+)
+def test_wrong_numbers_are_refused_before_anything_starts(arguments, message, capsys):
+    try:
+        status = cli.main(arguments)
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert message in capsys.readouterr().err
