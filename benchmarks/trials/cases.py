@@ -15,7 +15,6 @@ from typing import Protocol
 from rankgrad.cli import main as rankgrad
 from rankgrad.train.errors import TrainingError
 
-SECONDS = 20.0
 # a sentence and ten examples; a page that nobody reads is not clear
 LONGEST_MESSAGE = 6000
 
@@ -29,12 +28,14 @@ class Case:
         call: hands it to the library.
         names: an error must hold one of these: the file, its folder, the flag.
         refused: whether it must be an error; else it may also be read as if nothing were.
+        seconds: in which the answer must come.
     """
 
     what: str
     call: Callable[[], object]
     names: Sequence[str]
     refused: bool = False
+    seconds: float = 20.0
 
 
 class Kind(Protocol):
@@ -80,11 +81,11 @@ class Verdict:
 def judge(case: Case, canary: Path) -> Verdict:
     """Run a case."""
     try:
-        with _limited(SECONDS), warnings.catch_warnings():
+        with _limited(case.seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             case.call()
     except TimeIsUpError:
-        verdict = Verdict("hang", f"still at work after {SECONDS:.0f} s")
+        verdict = Verdict("hang", f"still at work after {case.seconds:.0f} s")
     except (ValueError, OSError, TrainingError) as error:
         message = str(error)
         fault = complaint_about(error, case.names)

@@ -1,4 +1,4 @@
-"""What happens to files: on disks, in transfers, in editors, and in the hands of people who mean harm. All from one generator."""
+"""What happens to files: on disks, in transfers, in editors, and in the hands of people who mean harm."""
 
 import os
 import pickle

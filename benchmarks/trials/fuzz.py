@@ -2,8 +2,8 @@
 
     python -m benchmarks.trials.fuzz --cases 1200 --commands 36
 
-Each case is either handled or ends in an error that names the file or the flag: no other exception, no hang, nothing executed from a
-file. A case is a function of (seed, kind, number): `--kind lists --number 17` repeats one and shows what it says.
+Each case is either handled or ends in an error that names the file or the flag: no other exception, no hang, nothing executed
+from a file. A case is a function of (seed, kind, number): `--kind lists --number 17` repeats one and shows what it says.
 """
 
 import argparse
@@ -14,12 +14,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.trials.cases import Kind, Verdict, judge
+from benchmarks.trials.commands import Commands
 from benchmarks.trials.listed import Annotations, Folders, Lists, Trees
-from benchmarks.trials.pictures import Pictures
+from benchmarks.trials.pictures import Landmarks, Pictures
 from benchmarks.trials.settings import Flags
 from benchmarks.trials.stored import Checkpoints, Embeddings, RecipeFiles, Reports, Runs, Weights
 
@@ -28,22 +29,31 @@ MEMORY = 6 << 30
 OUTCOMES = ("handled", "clear error")
 
 
-def kinds(root: Path) -> dict[str, tuple[Kind, int]]:
-    """Every kind with its share of the cases."""
+# how the cases are divided; those through a process of `rankgrad` take seconds each, so their number is asked for apart
+SHARES = {
+    "lists": 6,
+    "annotations": 3,
+    "folders": 2,
+    "images": 5,
+    "landmarks": 1,
+    "weights": 3,
+    "checkpoints": 3,
+    "recipe files": 3,
+    "reports": 3,
+    "embeddings": 3,
+    "flags": 4,
+    "commands": 0,
+}
+
+
+def kinds(root: Path) -> dict[str, Kind]:
+    """What makes the cases of each kind; good files to begin with are written below `root` when they are needed."""
     good, runs = Trees(root / "good"), Runs(root / "runs")
-    found: list[tuple[Kind, int]] = [
-        (Lists(good), 6),
-        (Annotations(good), 3),
-        (Folders(good), 2),
-        (Pictures(), 5),
-        (Weights(), 3),
-        (Checkpoints(runs), 3),
-        (RecipeFiles(runs), 3),
-        (Reports(runs), 3),
-        (Embeddings(runs), 3),
-        (Flags(), 4),
+    found: list[Kind] = [
+        *(Lists(good), Annotations(good), Folders(good), Pictures(), Landmarks(), Weights(), Checkpoints(runs)),
+        *(RecipeFiles(runs), Reports(runs), Embeddings(runs), Flags(), Commands(good, runs)),
     ]
-    return {kind.name: (kind, share) for kind, share in found}
+    return {kind.name: kind for kind in found}
 
 
 def run_case(kind: Kind, number: int, seed: int, root: Path) -> tuple[str, Verdict]:
@@ -83,16 +93,19 @@ class Tally:
         return "\n".join(lines)
 
 
-def run_cases(root: Path, cases: int, seed: int, only: str | None = None) -> Tally:
-    """`cases` of all kinds, by their shares, or of one kind."""
-    tally = Tally()
-    found = kinds(root)
-    total = sum(share for name, (_, share) in found.items() if only in (None, name))
-    for name, (kind, share) in found.items():
-        if only in (None, name):
-            for number in range(-(-cases * share // total)):
-                tally.add(name, number, *run_case(kind, number, seed, root))
+def run_cases(root: Path, cases: Mapping[str, int], seed: int) -> Tally:
+    """So many of each kind."""
+    tally, found = Tally(), kinds(root)
+    for name, count in cases.items():
+        for number in range(count):
+            tally.add(name, number, *run_case(found[name], number, seed, root))
     return tally
+
+
+def divided(cases: int, commands: int) -> dict[str, int]:
+    """`cases` divided among the kinds, and `commands` of those that take a process each."""
+    counts = {name: -(-cases * share // sum(SHARES.values())) for name, share in SHARES.items()}
+    return {**counts, "commands": commands}
 
 
 def _limit_memory() -> None:
@@ -109,15 +122,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", help="only cases of this kind")
     parser.add_argument("--number", type=int, help="only this case of the kind, and show what it says")
     given = parser.parse_args(arguments)
+    if given.kind not in (None, *SHARES) or (given.kind is None and given.number is not None):
+        parser.error(f"--kind must be one of {', '.join(SHARES)}, got {given.kind!r}")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rankgrad-fuzz-") as temporary:
         root = Path(temporary)
         if given.number is not None:
-            what, verdict = run_case(kinds(root)[given.kind][0], given.number, given.seed, root)
+            what, verdict = run_case(kinds(root)[given.kind], given.number, given.seed, root)
             print(f"{what}\n{verdict.outcome}: {verdict.fault or 'as it should be'}\n{verdict.message}")
             return 1 if verdict.fault else 0
         _limit_memory()
-        tally = run_cases(root, given.cases, given.seed, given.kind)
+        counts = divided(given.cases, given.commands) if given.kind is None else {given.kind: given.cases}
+        tally = run_cases(root, counts, given.seed)
     for failure in tally.failures:
         print(failure)
     print(f"\n{tally.table()}\n\nseed {given.seed}, {len(tally.failures)} failures, {time.monotonic() - began:.0f} s")

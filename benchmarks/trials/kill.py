@@ -1,11 +1,14 @@
-"""Kills real `rankgrad train` processes with SIGKILL, resumes them, and holds them against runs that nobody killed.
+"""Kills `rankgrad train` with SIGKILL at random points, resumes it, and holds it against a run that nobody killed.
 
     python -m benchmarks.trials.kill --trials 50
 
-A run is killed one to four times, then left to end. Where a kill shall hit is drawn in turn from starting, stepping, evaluating,
-writing a checkpoint, the final test and any moment; where it did hit is read from what the dead process left behind. After every kill the
-checkpoint that `last.json` names must be whole and no older than any that it was ever seen to name. At the end weights, pointers,
-losses, metrics and test results must equal those of the run that was never killed, to the last bit.
+A run is killed one to four times, then left to end. Where a kill shall hit is drawn in turn from starting, stepping,
+evaluating, writing a checkpoint, the final test and any moment; where it did hit is read from what the dead process left. After
+every kill the checkpoint that `last.json` names must be whole and no older than any that it was ever seen to name. At the end
+weights, state, pointers, losses, metrics and test results must be those of the run that was never killed, to the last bit.
+
+Every life is a process of its own: a new interpreter, or with `--forked` a fork of this one, which has torch loaded already and
+saves some seconds each.
 """
 
 import argparse
@@ -15,25 +18,29 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import safetensors.torch  # noqa: F401 (loaded once, before any fork)
 import torch
-
+import torch._dynamo
 from benchmarks.trials.training import COMMAND, VARIANTS, arguments, make_data
+
+import rankgrad.recipes.run  # noqa: F401 (loaded once, before any fork)
+from rankgrad.cli import main as rankgrad_command
 from rankgrad.train.checkpoints import MANIFEST, STATE, UNFINISHED, RunFolder
 from rankgrad.train.errors import TrainingError
 from rankgrad.train.journal import entries
 
 EPOCHS, CHECKPOINT_EVERY = 10, 3
-AIMS = ("step", "evaluation", "checkpoint", "step", "evaluation", "checkpoint", "test", "start", "any moment")
+AIMS = ("step", "evaluation", "checkpoint", "step", "evaluation", "checkpoint", "pointer", "test", "start", "any moment")
 MOST_KILLS = 4
 # a life of this run takes some seconds; one that takes minutes hangs
 LONGEST_LIFE = 300.0
@@ -41,6 +48,7 @@ STAGES = (
     "starting",
     "stepping",
     "evaluating",
+    "about to write a checkpoint",
     "writing a checkpoint",
     "between checkpoint and pointer",
     "writing a pointer",
@@ -97,28 +105,81 @@ class Life:
     problems: list[str] = field(default_factory=list)
 
 
-def kill_one(command: Sequence[str], watch: Watch, aim: str, rng: random.Random, seconds: float) -> Life:
-    """Starts a process of the run and kills it when it is where `aim` says."""
-    before = watch.lives()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
+class Process:
+    """`rankgrad` with some arguments: a new interpreter, or a fork of this one. What it prints goes to a file."""
+
+    def __init__(self, arguments: Sequence[str], said: Path, *, forked: bool) -> None:
+        self._said = said
+        if forked:
+            self.number = os.fork()
+            if self.number == 0:
+                _live(arguments, said)
+        else:
+            with said.open("wb") as file:
+                actions = [(os.POSIX_SPAWN_DUP2, file.fileno(), descriptor) for descriptor in (1, 2)]
+                self.number = os.posix_spawn(COMMAND[0], [*COMMAND, *arguments], os.environ, file_actions=actions)
+        self.status: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status, minus the signal that ended it; None while it lives."""
+        if self.status is None:
+            number, status = os.waitpid(self.number, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if number else None
+        return self.status
+
+    def kill(self) -> None:
+        """At once; one that has ended keeps its status."""
+        if self.poll() is None:
+            os.kill(self.number, signal.SIGKILL)
+            self.status = os.waitstatus_to_exitcode(os.waitpid(self.number, 0)[1])
+
+    def wait(self) -> int | None:
+        """Until it ends; a life that takes minutes hangs and is ended."""
         deadline = time.monotonic() + LONGEST_LIFE
-        reached = _moment(aim, watch, before, rng, seconds)
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.kill()
+        return self.status
+
+    def said(self) -> str:
+        """The end of what it printed."""
+        return self._said.read_text(encoding="utf-8", errors="replace").strip()[-500:]
+
+
+def _live(arguments: Sequence[str], said: Path) -> NoReturn:
+    """The life of a fork; nothing of its parent's is cleaned up at its end."""
+    status = 1
+    try:
+        descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        status = rankgrad_command(list(arguments))
+    except BaseException:  # noqa: BLE001 (the parent shows it)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def kill_one(process: Process, watch: Watch, aim: str, rng: random.Random, seconds: float, before: int) -> Life:
+    """Kills a process of the run when it is where `aim` says; the run had been started or resumed `before` times."""
+    deadline = time.monotonic() + LONGEST_LIFE
+    reached = _moment(aim, watch, before, rng, seconds)
+    try:
         while process.poll() is None and time.monotonic() < deadline and not next(reached):
             watch.look()
         hung = time.monotonic() >= deadline
-        process.send_signal(signal.SIGKILL)
-        _, said = process.communicate()
     finally:
         process.kill()
     watch.look()
     life = Life(aim)
     if hung:
         life.problems.append(f"hung for {LONGEST_LIFE:.0f} s")
-    elif process.returncode == -signal.SIGKILL:
+    elif process.status == -signal.SIGKILL:
         life.hit = _stage(watch, before)
-    elif process.returncode:
-        life.problems.append(f"ended by itself with status {process.returncode}: {said.strip()[-500:]}")
+    elif process.status:
+        life.problems.append(f"ended by itself with status {process.status}: {process.said()}")
     return life
 
 
@@ -141,11 +202,12 @@ def _moment(aim: str, watch: Watch, lives: int, rng: random.Random, seconds: flo
             "step": lambda: watch.last_entry().get("kind") in ("step", "checkpoint", "resume"),
             "evaluation": lambda: watch.last_entry().get("kind") == "epoch",
             "checkpoint": lambda: bool(watch.unfinished()),
+            "pointer": lambda: any(name.endswith((".json", "-deleted")) for name in watch.unfinished()),
             "test": lambda: watch.last_entry().get("kind") == "end",
         }
         yield from _seen(signs[aim])
         # an evaluation takes 10 ms here, a checkpoint and a step 20 each, the final test 200
-        longest = {"evaluation": 0.008, "checkpoint": 0.015, "step": 0.02, "test": 0.15}[aim]
+        longest = {"evaluation": 0.008, "checkpoint": 0.015, "pointer": 0.0, "step": 0.02, "test": 0.15}[aim]
         until = time.monotonic() + rng.uniform(0.0, longest)
         while time.monotonic() < until:
             yield False
@@ -174,8 +236,9 @@ def _stage(watch: Watch, lives: int) -> str:
         return "between checkpoint and pointer"
     if watch.lives() == lives:
         return "starting"
-    last = watch.last_entry()
-    return {"epoch": "evaluating", "eval": "writing a checkpoint", "end": "final test"}.get(str(last["kind"]), "stepping")
+    kind = str(watch.last_entry()["kind"])
+    doing = {"epoch": "evaluating", "eval": "about to write a checkpoint", "end": "final test"}
+    return doing.get(kind, "stepping")
 
 
 def complaints_after_kill(watch: Watch) -> list[str]:
@@ -241,8 +304,8 @@ def differences(run: dict[str, Any], reference: dict[str, Any]) -> list[str]:
 class Trials:
     """Kills runs until there were enough kills, and counts where they hit."""
 
-    def __init__(self, root: Path, seed: int) -> None:
-        self.root, self.rng = root, random.Random(seed)
+    def __init__(self, root: Path, seed: int, *, forked: bool = False) -> None:
+        self.root, self.rng, self.forked = root, random.Random(seed), forked
         self.data = make_data(root / "data")
         self.references: dict[str, dict[str, Any]] = {}
         self.seconds: dict[str, float] = {}
@@ -255,21 +318,24 @@ class Trials:
     def kills(self) -> int:
         return sum(self.hits.values())
 
-    def refer(self) -> None:
+    def refer(self, variants: Sequence[str]) -> None:
         """Train each variant once without a kill."""
-        for variant in VARIANTS:
+        for variant in variants:
             folder = self.root / f"never-{variant}"
             began = time.monotonic()
-            subprocess.run(self._command(variant, folder), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            process = self._start(variant, folder)
+            if process.wait():
+                raise RuntimeError(f"{variant} could not be trained without a kill: {process.said()}")
             self.seconds[variant] = time.monotonic() - began
             self.references[variant] = outcome(folder)
 
-    def _command(self, variant: str, folder: Path) -> list[str]:
+    def _start(self, variant: str, folder: Path) -> Process:
         """Starts the run, or resumes it where there is something to resume."""
         if (folder / "recipe.json").is_file():
-            quiet = ("--device", "cpu", "--cache", "none", "--no-tensorboard")
-            return [*COMMAND, "train", "--resume", str(folder), *quiet]
-        return [*COMMAND, *arguments(self.data, folder, variant, epochs=EPOCHS, checkpoint_every=CHECKPOINT_EVERY)]
+            given = ["train", "--resume", str(folder), "--device", "cpu", "--cache", "none", "--no-tensorboard"]
+        else:
+            given = arguments(self.data, folder, variant, epochs=EPOCHS, checkpoint_every=CHECKPOINT_EVERY)
+        return Process(given, self.root / "said.txt", forked=self.forked)
 
     def run_one(self, variant: str, kills: int) -> list[str]:
         """A run that is killed `kills` times and then ends; what was wrong with it."""
@@ -277,7 +343,9 @@ class Trials:
         self.runs += 1
         watch, problems, done = Watch(folder), list[str](), 0
         while done < kills and not problems:
-            life = kill_one(self._command(variant, folder), watch, self._aim(), self.rng, self.seconds[variant])
+            before = watch.lives()
+            process = self._start(variant, folder)
+            life = kill_one(process, watch, self._aim(), self.rng, self.seconds[variant], before)
             problems += life.problems
             if life.hit is None:
                 # the process was faster than the kill: the run is over, or nearly
@@ -287,9 +355,9 @@ class Trials:
             self.hits[variant, life.hit] += 1
             problems += complaints_after_kill(watch)
         if not problems:
-            ended = subprocess.run(self._command(variant, folder), capture_output=True, text=True, check=False)
-            if ended.returncode:
-                problems.append(f"could not be resumed, status {ended.returncode}: {ended.stderr.strip()[-500:]}")
+            process = self._start(variant, folder)
+            if process.wait():
+                problems.append(f"could not be resumed, status {process.status}: {process.said()}")
             else:
                 problems += differences(outcome(folder), self.references[variant])
         if not problems:
@@ -317,6 +385,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trials.kill", description=__doc__.partition("\n")[0])
     parser.add_argument("--trials", type=int, default=50, help="kills [50]")
     parser.add_argument("--seed", type=int, default=0, help="of where they shall hit [0]")
+    parser.add_argument("--variant", choices=tuple(VARIANTS), action="append", help="only this loss; may be repeated [all]")
+    parser.add_argument("--forked", action="store_true", help="fork the processes, which is faster")
     parser.add_argument("--out", type=Path, help="folder that failed runs stay in [a temporary one]")
     given = parser.parse_args(arguments)
     if given.trials < 1:
@@ -325,12 +395,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="rankgrad-kill-") as temporary:
         root = given.out or Path(temporary)
         root.mkdir(parents=True, exist_ok=True)
-        trials = Trials(root, given.seed)
-        trials.refer()
+        trials = Trials(root, given.seed, forked=given.forked)
+        variants = given.variant or tuple(VARIANTS)
+        trials.refer(variants)
         whole = ", ".join(f"{variant} {seconds:.1f} s" for variant, seconds in trials.seconds.items())
-        print(f"never killed: {whole}; {len(trials.references['memory']['losses'])} steps, {EPOCHS} evaluations", flush=True)
+        print(f"never killed: {whole}; {len(trials.references[variants[0]]['losses'])} steps, {EPOCHS} evaluations", flush=True)
         while trials.kills < given.trials:
-            variant = tuple(VARIANTS)[trials.runs % len(VARIANTS)]
+            variant = variants[trials.runs % len(variants)]
             kills = min(trials.rng.randint(1, MOST_KILLS), given.trials - trials.kills)
             found = trials.run_one(variant, kills)
             trials.failures += found

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import trees
-
 from benchmarks.trials.cases import Case, command
 from benchmarks.trials.damage import copy_tree, damaged, hostile_pickle, malformed_lines, put, replaced
+
 from rankgrad.data.readers import check_data, read
 
 
@@ -76,8 +76,8 @@ class Lists:
             lines = path.read_text(encoding="utf-8").splitlines()
             what, content, refused = malformed_lines(lines, rng, layout.separator)
             put(path, content)
-        # the distractors may be left out, and the models of vehicles are taken where they are known
-        refused = refused and path.name not in ("revisitop1m.txt",) and "twice" not in what
+        # some lists may name a thing twice, and the distractors may be none
+        refused = refused and path.name != "revisitop1m.txt" and "twice" not in what
         return Case(f"{name}: {path.name}: {what}", reading(layout.reader, root, rng), (path.name, str(root)), refused)
 
 
@@ -136,7 +136,7 @@ class Annotations:
         return what, path, True
 
     def _revisited(self, path: Path, canary: Path, rng: random.Random) -> tuple[str, bool]:
-        content = pickle.loads(path.read_bytes())  # noqa: S301 (our own)
+        content = pickle.loads(path.read_bytes())
         draw = rng.random()
         if draw < 0.3:
             put(path, hostile_pickle(canary, rng, content))

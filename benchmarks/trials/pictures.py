@@ -7,23 +7,26 @@ import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import trees
-from PIL import Image
-
 from benchmarks.trials.cases import Case
 from benchmarks.trials.damage import damaged, put, replaced
+from PIL import Image
+
 from rankgrad.data.decoding import Decoding
 from rankgrad.data.images import open_images
 from rankgrad.data.table import Table
+from rankgrad.recipes.landmarks import landmark
 
 SIDE = 24
 EXTENSIONS = ("jpg", "png", "gif", "bmp", "tif", "webp", "ppm")
 
 
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """The file of an image."""
     file = io.BytesIO()
     image.save(file, format=kind, **options)
     return file.getvalue()
@@ -36,7 +39,7 @@ def _picture(rng: random.Random) -> Image.Image:
 def _exif(rng: random.Random) -> bytes:
     image = _picture(rng)
     exif = image.getexif()
-    exif[0x0112] = rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 0, 99, "up"))
+    exif[0x0112] = rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 0, 99))
     return encoded(image, "JPEG", exif=exif.tobytes())
 
 
@@ -138,6 +141,11 @@ def _large_ppm(rng: random.Random) -> bytes:
     return rng.choice((b"P6 100000 100000 255\n", b"P5 " + b"9" * 400 + b" 9 255\n", b"P6 -5 5 255\n", b"P1 5 5\n" + b"1" * 24))
 
 
+def _half(rng: random.Random) -> bytes:
+    content = encoded(_picture(rng), rng.choice(("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP")))
+    return content[: len(content) // 2]
+
+
 # never to be shown
 BAD: Mapping[str, Callable[[random.Random], bytes]] = {
     "no bytes": lambda rng: b"",
@@ -145,7 +153,9 @@ BAD: Mapping[str, Callable[[random.Random], bytes]] = {
     "noise": lambda rng: rng.randbytes(rng.choice((3, 100, 5000))),
     "a web page": lambda rng: b"<!DOCTYPE html><html><title>404 Not Found</title></html>",
     "a vector drawing": lambda rng: b'<svg xmlns="http://www.w3.org/2000/svg"><script>alert(1)</script></svg>',
-    "a PostScript program": lambda rng: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\n{ } loop\nshowpage\n",
+    "a PostScript program": lambda rng: (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\n{ } loop\nshowpage\n"
+    ),
     "a huge PNG": _large_png,
     "a huge GIF": _large_gif,
     "a huge BMP": _large_bmp,
@@ -159,9 +169,7 @@ BAD: Mapping[str, Callable[[random.Random], bytes]] = {
     ),
     "integers of 32 bits": _integers,
     "floats": _floats,
-    "cut in half": lambda rng: (lambda content: content[: len(content) // 2])(
-        encoded(_picture(rng), rng.choice(("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP")))
-    ),
+    "cut in half": _half,
 }
 
 
@@ -171,26 +179,43 @@ class Pictures:
     name = "images"
 
     def case(self, rng: random.Random, folder: Path, canary: Path) -> Case:
-        folder.mkdir()
-        put(folder / "good.jpg", encoded(_picture(rng), "JPEG"))
-        path = folder / f"other.{rng.choice(EXTENSIONS)}"
-        draw, refused = rng.random(), False
-        if draw < 0.35:
-            what = rng.choice(tuple(ODD))
-            put(path, ODD[what](rng))
-        elif draw < 0.65:
-            what, refused = rng.choice(tuple(BAD)), True
-            put(path, BAD[what](rng))
-        elif draw < 0.72:
-            what, refused = replaced(path, rng), True
-        else:
-            kind = rng.choice(tuple(ODD))
-            done, content = damaged(ODD[kind](rng), rng)
-            what = f"{kind}, {done}"
-            put(path, content)
-        table = Table("some/test", folder, ("good.jpg", path.name), np.arange(2))
+        what, table, refused = _two_images(rng, folder)
         call, strict = _way(table, folder, what, rng)
-        return Case(f"{path.name}: {what}", call, (path.name,), refused and strict)
+        return Case(f"{table.paths[1]}: {what}", call, (table.paths[1],), refused and strict)
+
+
+class Landmarks:
+    """The same files, read at their own shape as landmarks are."""
+
+    name = "landmarks"
+
+    def case(self, rng: random.Random, folder: Path, canary: Path) -> Case:
+        what, table, refused = _two_images(rng, folder)
+        # these may have any shape
+        refused = refused and what != "a stripe"
+        return Case(f"{table.paths[1]}: {what}", partial(landmark, table, 1, SIDE), (table.paths[1],), refused)
+
+
+def _two_images(rng: random.Random, folder: Path) -> tuple[str, Table, bool]:
+    """What is wrong with the second image, a table of the two, and whether the second must be refused."""
+    folder.mkdir()
+    put(folder / "good.jpg", encoded(_picture(rng), "JPEG"))
+    path = folder / f"other.{rng.choice(EXTENSIONS)}"
+    draw, refused = rng.random(), False
+    if draw < 0.35:
+        what = rng.choice(tuple(ODD))
+        put(path, ODD[what](rng))
+    elif draw < 0.65:
+        what, refused = rng.choice(tuple(BAD)), True
+        put(path, BAD[what](rng))
+    elif draw < 0.72:
+        what, refused = replaced(path, rng), True
+    else:
+        kind = rng.choice(tuple(ODD))
+        done, content = damaged(ODD[kind](rng), rng)
+        what = f"{kind}, {done}"
+        put(path, content)
+    return what, Table("some/test", folder, ("good.jpg", path.name), np.arange(2)), refused
 
 
 def _way(table: Table, folder: Path, what: str, rng: random.Random) -> tuple[Callable[[], object], bool]:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 import trees
+from benchmarks.trials.cases import Case, command
+from benchmarks.trials.damage import Program, copy_tree, damaged, hostile_pickle, put, replaced
+from benchmarks.trials.pictures import BAD, ODD
 from safetensors.torch import save
 
-from benchmarks.trials.cases import Case, command
-from benchmarks.trials.damage import copy_tree, damaged, hostile_pickle, put, replaced
-from benchmarks.trials.pictures import BAD, ODD
 from rankgrad.models import ModelSpec, build_model
 from rankgrad.recipes.catalogue import find
 from rankgrad.recipes.debug import shrunk
@@ -35,6 +35,9 @@ ODD_VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1.5, 10**30, 10**400, 1e308, float("nan"), float("inf"), "", "x", "../../etc", "/etc/passwd"),
     *("step-x", "a\0b", "x" * 5000, "<script>alert(1)</script>", [], [1, [2]], {}, {"x": {"y": None}}),
 )
+
+
+ODD_ROWS = ("", "a", "0,../../../etc/passwd,x,", "0,/etc/passwd,x,", "0,a\0b,x,", '"')
 
 
 class Runs:
@@ -99,6 +102,15 @@ def edit_json(path: Path, rng: random.Random) -> str:
     return what
 
 
+def edit_line(path: Path, rng: random.Random) -> str:
+    """Changes one object of a file that has one a line."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    row = rng.randrange(len(lines))
+    what, content = changed_json(json.loads(lines[row]), rng)
+    put(path, "\n".join(lines[:row]).encode() + b"\n" + content + b"\n" + "\n".join(lines[row + 1 :]).encode())
+    return f"line {row + 1}: {what}"
+
+
 class Weights:
     """Files of weights to begin with, as people find them."""
 
@@ -127,15 +139,14 @@ class Weights:
             state: dict[Any, Any] = dict(self.good)
             what = rng.choice(tuple(_STATE_CHANGES))
             state = _STATE_CHANGES[what](state)
-            content = self._file(suffix if all(isinstance(v, torch.Tensor) for v in state.values()) else ".pt", state)
-            refused = True
+            content, refused = self._file(suffix, state), True
         if content is not None:
             put(path, content)
         spec = ModelSpec(trunk="convnet", dim=8, weights=str(path))
         return Case(f"{path.name}: {what}", partial(build_model, spec), (path.name,), refused)
 
     def _file(self, suffix: str, state: dict[Any, Any]) -> bytes:
-        if suffix == ".safetensors" and all(isinstance(key, str) for key in state):
+        if suffix == ".safetensors" and all(isinstance(key, str) and _is_dense(value) for key, value in state.items()):
             return save({name: value.contiguous() for name, value in state.items()})
         file = io.BytesIO()
         torch.save(state, file)
@@ -144,8 +155,6 @@ class Weights:
     def _hostile(self, canary: Path, rng: random.Random) -> bytes:
         if rng.random() < 0.5:
             return hostile_pickle(canary, rng)
-        from benchmarks.trials.damage import Program
-
         file = io.BytesIO()
         torch.save({**self.good, "optimizer": Program(canary)}, file, _use_new_zipfile_serialization=rng.random() < 0.7)
         return file.getvalue()
@@ -170,6 +179,10 @@ class Weights:
         head[entry] |= change
         text = json.dumps(head).encode()
         return what, struct.pack("<Q", len(text)) + text + body, True
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
 
 
 def _renamed(state: dict[Any, Any], name: Callable[[str], Any]) -> dict[Any, Any]:
@@ -213,7 +226,10 @@ class Checkpoints:
         last = places / json.loads((places / "last.json").read_text())["folder"]
         draw = rng.random()
         # one that is not as it was written must never be loaded
-        if draw < 0.2:
+        if draw < 0.05:
+            path = run / "journal.jsonl"
+            what = edit_line(path, rng)
+        elif draw < 0.2:
             path = last / rng.choice((WEIGHTS, STATE))
             what, content = damaged(path.read_bytes(), rng)
             put(path, content)
@@ -248,13 +264,17 @@ class Checkpoints:
         if rng.random() < 0.4:
             return "a program in it, signed", hostile_pickle(canary, rng)
         state = torch.load(path, weights_only=True)
-        where, owner, key = _somewhere(state, rng)
-        if rng.random() < 0.4 or isinstance(owner, tuple):
-            state.pop(next(iter(where.split("."))), None)
-            what = "a part gone, signed"
+        part = rng.choice(sorted(state))
+        # what is inside the optimizer and the loss is theirs; of the rest every place
+        owner, key = state, part
+        if part in ("position", "settings", "identity") and rng.random() < 0.7:
+            part, owner, key = _somewhere(state[part], rng)
+        if rng.random() < 0.3:
+            del owner[key]
+            what = f"{part} gone, signed"
         else:
             owner[key] = rng.choice((None, 7, "x", [], {"x": 1}, torch.zeros(2), -1))
-            what = f"{where[:60]} = {str(owner[key])[:20]}, signed"
+            what = f"{part} = {str(owner[key])[:20]}, signed"
         file = io.BytesIO()
         torch.save(state, file)
         return what, file.getvalue()
@@ -329,7 +349,7 @@ class Reports:
             )
         )
         what = self._changed(path, canary, rng)
-        if path.suffix == ".csv" and rng.random() < 0.5:
+        if path.name == "recipe.json":
             what += self._other_pictures(test, folder / "images", rng)
         return Case(f"{path.relative_to(run)}: {what}", partial(_report, run), (path.name, str(run)))
 
@@ -344,17 +364,12 @@ class Reports:
         if path.suffix == ".json":
             return edit_json(path, rng)
         if path.suffix == ".jsonl":
-            lines = path.read_text(encoding="utf-8").splitlines()
-            row = rng.randrange(len(lines))
-            what, content = changed_json(json.loads(lines[row]), rng)
-            put(path, "\n".join(lines[:row]).encode() + b"\n" + content + b"\n" + "\n".join(lines[row + 1 :]).encode())
-            return f"line {row + 1}: {what}"
+            return edit_line(path, rng)
         if path.suffix == ".csv":
             rows = path.read_text(encoding="utf-8").splitlines()
             row = rng.randrange(len(rows))
-            rows[row] = rng.choice(
-                ("", "a", "../../../etc/passwd,1,,1,1", "<script>alert(1)</script>,<script>alert(1)</script>,,1,1", '"', "," * 90)
-            )
+            script = "<script>alert(1)</script>"
+            rows[row] = rng.choice(("", "a", "../../../etc/passwd,1,,1,1", f"{script},{script},,1,1", '"', "," * 90))
             put(path, "\n".join(rows).encode())
             return f"line {row + 1}: {rows[row][:20]!r}"
         return _changed_arrays(path, canary, rng)
@@ -362,12 +377,11 @@ class Reports:
     def _other_pictures(self, test: Path, images: Path, rng: random.Random) -> str:
         """The pictures themselves are of another kind."""
         result = json.loads((test / "result.json").read_text(encoding="utf-8"))
-        listed = [line.split(",")[0] for line in (test / "table.csv").read_text(encoding="utf-8", errors="replace").splitlines()]
+        listed = [line.split(",")[0] for line in (test / "table.csv").read_text(encoding="utf-8").splitlines()]
         what = rng.choice((*BAD, *ODD))
         content = {**BAD, **ODD}[what](rng)
         for name in listed[1:]:
-            if name and ".." not in name and "<" not in name and "\0" not in name and len(name) < 100:
-                put(images / name.lstrip("/"), content)
+            put(images / name, content)
         put(test / "result.json", json.dumps({**result, "root": str(images)}).encode())
         return f"; pictures are {what}"
 
@@ -396,8 +410,6 @@ def _changed_arrays(path: Path, canary: Path, rng: random.Random) -> str:
         )
     )
     if rng.random() < 0.15:
-        from benchmarks.trials.damage import Program
-
         what, new = "a program in it", np.array([Program(canary)] * len(array), dtype=object)
     file = io.BytesIO()
     if path.suffix == ".npz":
@@ -435,7 +447,7 @@ class Embeddings:
         elif path.suffix == ".csv" and draw < 0.6:
             rows = path.read_text(encoding="utf-8").splitlines()
             row = rng.randrange(len(rows))
-            rows[row] = rng.choice(("", "a", "0,../../../etc/passwd,x,", "0,/etc/passwd,x,", "0,a\0b,x,", '"', "," * 90, "x" * 200_000))
+            rows[row] = rng.choice((*ODD_ROWS, "," * 90, "x" * 200_000))
             put(path, "\n".join(rows).encode())
             what = f"line {row + 1}: {rows[row][:30]!r}"
         else:
