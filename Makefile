@@ -5,13 +5,14 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format
+.PHONY: help demo test lint format trials
 
 help:
 	@echo "make demo     train on the built-in glyphs with several losses and compare them (minutes, no download)"
 	@echo "make test     lint, types, all tests"
 	@echo "make lint     lint and types only"
 	@echo "make format   let ruff rewrite what it can"
+	@echo "make trials   kill and resume 50 runs, 1,200 cases of bad input, 10 minutes of training watched for leaks"
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -32,3 +33,8 @@ test: lint
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+trials: $(INSTALLED)
+	$(BIN)/python -m benchmarks.trials.kill --trials 50 --forked
+	$(BIN)/python -m benchmarks.trials.fuzz --cases 1200 --commands 36
+	$(BIN)/python -m benchmarks.trials.soak --minutes 10

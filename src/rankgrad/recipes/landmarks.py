@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rankgrad.data.decoding import read_guarded, to_rgb
 from rankgrad.data.table import Table
 from rankgrad.models import Embedder, describe
 from rankgrad.train.progress import Progress
@@ -39,12 +40,7 @@ def landmark(table: Table, row: int, size: int) -> NDArray[np.uint8]:
     """[H, W, 3], the long side at most `size`."""
     from PIL import Image
 
-    path = table.file(row)
-    try:
-        with Image.open(path) as opened:
-            image = opened.convert("RGB")
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"{path} cannot be read as an image ({error}): replace it") from error
+    image = read_guarded(table.file(row), to_rgb)
     longest = max(image.size)
     box = None if table.boxes is None else table.boxes[row]
     if box is not None and not np.isnan(box).any():

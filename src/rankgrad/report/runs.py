@@ -297,16 +297,7 @@ def _queries(path: Path, table: Listed | None, problems: list[str]) -> dict[str,
         # numpy leaves a damaged archive open, so it is opened here
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             columns = {name: file[name] for name in file.files}
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        TypeError,
-        AttributeError,
-        zipfile.BadZipFile,
-        zlib.error,
-        NotImplementedError,
-    ) as error:
+    except UNREADABLE as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
     index = columns.get("index")

@@ -32,6 +32,12 @@ from rankgrad.train.progress import Progress
 
 EMBEDDINGS, ABOUT, IMAGES, LEFT_OUT = "embeddings.npy", "embedding.json", "images", "left_out.txt"
 FORMAT = 1
+# what is used of embedding.json
+ABOUT_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("ids", "digest", "weights", "run", "checkpoint"), str),
+    **dict.fromkeys(("dim", "step"), int),
+    "root": (str, type(None)),
+}
 IdsFormat = Literal["parquet", "csv"]
 
 
@@ -70,20 +76,21 @@ class Gallery:
         """What `embed_images` wrote."""
         about = _about(folder)
         try:
-            embeddings = np.load(folder / EMBEDDINGS, mmap_mode="r", allow_pickle=False)
-            columns = _read_ids(folder / about["ids"])
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{folder} is no complete folder of embeddings ({error}): make it again with embed") from error
-        shape = (len(columns["path"]), about["dim"])
+            embeddings = np.load(_file(folder / EMBEDDINGS), mmap_mode="r", allow_pickle=False)
+            columns = _read_ids(_file(folder / about["ids"]))
+            shape = (len(columns["path"]), about["dim"])
+            root = folder / IMAGES if about["root"] is None else Path(about["root"])
+            table = Table(folder.name, root, tuple(columns["path"]), np.full(shape[0], -1, np.int64), boxes=_boxes(columns))
+            items = Items(table, tuple(columns["label"]), tuple(columns["category"]))
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+            told = repr(str(error)) if not str(error).isprintable() else error
+            raise ValueError(f"{folder} is no complete folder of embeddings ({told}): make it again with embed") from error
         if embeddings.dtype != np.float32 or embeddings.shape != shape:
             raise ValueError(
                 f"{folder / EMBEDDINGS} must be float32 of shape {shape} as {about['ids']} and {ABOUT} say, "
                 f"got {embeddings.dtype} of shape {embeddings.shape}: make it again with embed"
             )
-        root = folder / IMAGES if about["root"] is None else Path(about["root"])
-        boxes = np.array([[float(edge or "nan") for edge in columns[name]] for name in BOX]).T if BOX[0] in columns else None
-        table = Table(folder.name, root, tuple(columns["path"]), np.full(shape[0], -1, np.int64), boxes=boxes)
-        return cls(folder, embeddings, Items(table, tuple(columns["label"]), tuple(columns["category"])), about)
+        return cls(folder, embeddings, items, about)
 
     def check_fits(self, network: Network) -> None:
         """Raises where the embeddings were made with other weights than those of `network`."""
@@ -234,6 +241,19 @@ def _drawn(items: Items, folder: Path) -> Items:
     return replace(items, table=replace(items.table, root=folder, paths=paths, pixels=None))
 
 
+def _file(path: Path) -> Path:
+    """`path`, which must be a file: a pipe of that name would be waited for."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name} is missing")
+    return path
+
+
+def _boxes(columns: Mapping[str, Sequence[Any]]) -> NDArray[np.float64] | None:
+    if BOX[0] not in columns:
+        return None
+    return np.array([[float(edge or "nan") for edge in columns[name]] for name in BOX]).T
+
+
 def _about(folder: Path) -> dict[str, Any]:
     path = folder / ABOUT
     if not path.is_file():
@@ -242,7 +262,10 @@ def _about(folder: Path) -> dict[str, Any]:
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if about["format"] != FORMAT:
             raise ValueError(f"its format is {about['format']} and not {FORMAT}")
-    except (ValueError, KeyError, TypeError) as error:
+        for name, kind in ABOUT_KINDS.items():
+            if not isinstance(about[name], kind):
+                raise ValueError(f"its {name} is {about[name]!r}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read by this version ({error}): embed the images again") from error
     return about
 
@@ -276,5 +299,11 @@ def _read_ids(path: Path) -> dict[str, list[Any]]:
         table = parquet.read_table(path)
         return {name: table[name].to_pylist() for name in table.column_names}
     with path.open(newline="", encoding="utf-8") as file:
-        header, *rows = csv.reader(file)
+        try:
+            header, *rows = csv.reader(file, strict=True)
+        except csv.Error as error:
+            raise ValueError(f"{path.name}: {error}") from error
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise ValueError(f"{path.name}: row {number} has {len(row)} columns and not {len(header)}")
     return {name: [row[i] for row in rows] for i, name in enumerate(header)}

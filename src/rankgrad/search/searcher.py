@@ -62,20 +62,28 @@ class Searcher:
             about = json.loads(path.read_text(encoding="utf-8"))
             if about["format"] != INDEX_FORMAT:
                 raise ValueError(f"its format is {about['format']} and not {INDEX_FORMAT}")
-            gallery = Gallery.open((folder / about["embeddings"]).resolve())
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            named, digest, kind = (folder / about["embeddings"]).resolve(), about["digest"], about["kind"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read by this version ({error}): make the index again") from error
+        gallery = Gallery.open(named)
         if exact:
             return cls(gallery)
-        if about["digest"] != gallery.digest:
+        if digest != gallery.digest:
             raise ValueError(f"the index in {folder} is of other embeddings than now lie in {gallery.folder}: make it again")
         import faiss
 
+        if not (folder / INDEX).is_file():
+            raise FileNotFoundError(f"{folder / INDEX} is missing: make the index again")
         try:
             index = faiss.read_index(str(folder / INDEX))
         except RuntimeError as error:
             raise ValueError(f"{folder / INDEX} cannot be read: make the index again") from error
-        return cls(gallery, index, about, again=about["kind"] == "ivfpq")
+        if (index.ntotal, index.d) != gallery.embeddings.shape:
+            raise ValueError(
+                f"{folder / INDEX} is of {index.ntotal} images and {index.d} dimensions, the embeddings of "
+                f"{gallery.embeddings.shape[0]} and {gallery.embeddings.shape[1]}: make the index again"
+            )
+        return cls(gallery, index, about, again=kind == "ivfpq")
 
     def search(self, queries: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """[Q, k] cosines and rows, best first; k is cut to the size of the gallery.

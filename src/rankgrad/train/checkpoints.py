@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from rankgrad.train.errors import TrainingError, is_full, reason_of
 WEIGHTS, STATE, MANIFEST = "weights.safetensors", "state.pt", "manifest.json"
 UNFINISHED = ".writing-"
 Pointer = Literal["last", "best"]
+_NAME = re.compile(r"step-[0-9]{8,12}")
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,22 @@ class Checkpoint:
     step: int
 
     def weights(self) -> dict[str, Tensor]:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return load_file(self.folder / WEIGHTS)
+        try:
+            return load_file(self.folder / WEIGHTS)
+        except SafetensorError as error:
+            raise ValueError(f"{self.folder / WEIGHTS} is not a whole safetensors file ({error})") from error
 
     def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = torch.load(self.folder / STATE, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(self.folder / STATE, map_location="cpu", weights_only=True)
+        except Exception as error:  # a forged pickle fails with whatever its bytes happen to ask for
+            first_line = str(error).partition("\n")[0]
+            raise ValueError(f"{self.folder / STATE} is not the state of a run ({first_line})") from error
+        if not isinstance(state, dict):
+            raise ValueError(f"{self.folder / STATE} is not the state of a run: it holds a {type(state).__name__}")
         return state
 
     def load_into(self, model: nn.Module) -> None:
@@ -125,8 +137,8 @@ class RunFolder:
                 (self.checkpoints / "best.json").unlink(missing_ok=True)
             else:
                 self._point_to_best(best)
-            for folder in self.checkpoints.glob("step-*"):
-                if int(folder.name.removeprefix("step-")) > step:
+            for folder in self._folders():
+                if step_of(folder) > step:
                     _delete(folder)
             self._prune()
 
@@ -143,11 +155,14 @@ class RunFolder:
 
     def pointer(self, which: Pointer) -> dict[str, Any] | None:
         """The content of last.json or best.json."""
+        path = self.checkpoints / f"{which}.json"
         try:
-            content = json.loads((self.checkpoints / f"{which}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except (OSError, ValueError, RecursionError):
             return None
-        return content if isinstance(content, dict) and {"folder", "step"} <= content.keys() else None
+        if not isinstance(content, dict) or type(content.get("step")) is not int:
+            return None
+        return content if content.get("folder") == folder_of(content["step"]) else None
 
     def newest_good(self) -> tuple[Checkpoint | None, list[str]]:
         """What to resume from, and what is wrong with checkpoints that had to be passed over.
@@ -155,7 +170,7 @@ class RunFolder:
         The one that `last` names comes first, then the others from the newest on: one that was renamed but not yet named by
         `last` when the run was killed is made again.
         """
-        folders = sorted((path for path in self.checkpoints.glob("step-*") if path.is_dir()), reverse=True)
+        folders = self._folders()[::-1]
         pointer = self.pointer("last")
         if pointer is not None:
             named = self.checkpoints / pointer["folder"]
@@ -164,7 +179,7 @@ class RunFolder:
         for folder in folders:
             fault = _fault(folder)
             if fault is None:
-                return Checkpoint(folder, int(folder.name.removeprefix("step-"))), faults
+                return Checkpoint(folder, step_of(folder)), faults
             faults.append(f"{folder.name}: {fault}")
         if faults:
             raise TrainingError(
@@ -209,15 +224,23 @@ class RunFolder:
     def _prune(self) -> None:
         best = self.pointer("best")
         spared = {best["folder"]} if best else set()
-        folders = sorted(path for path in self.checkpoints.glob("step-*") if path.is_dir())
-        for folder in folders[: -self.keep_last]:
+        for folder in self._folders()[: -self.keep_last]:
             if folder.name not in spared:
                 _delete(folder)
+
+    def _folders(self) -> list[Path]:
+        """Of all checkpoints, oldest first; what else lies there is nobody's business."""
+        return sorted(path for path in self.checkpoints.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir())
 
 
 def folder_of(step: int) -> str:
     """Name of a checkpoint's folder."""
     return f"step-{step:08}"
+
+
+def step_of(folder: Path) -> int:
+    """The step in a folder's name."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -245,6 +268,10 @@ def _state(state: Mapping[str, Any]) -> bytes:
 
 def _fault(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint, None if nothing is."""
+    for file in (MANIFEST, WEIGHTS, STATE):
+        # a pipe of that name would be waited for
+        if not (folder / file).is_file():
+            return f"{file} is missing"
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for file in (WEIGHTS, STATE):
@@ -253,9 +280,7 @@ def _fault(folder: Path) -> str | None:
                 return f"{file} has {size} bytes and not {manifest[file]['bytes']}"
             if _digest((folder / file).read_bytes()) != manifest[file]["blake2b"]:
                 return f"{file} is not what was written"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{MANIFEST} is unreadable ({error})"
     return None
 

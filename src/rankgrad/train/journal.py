@@ -157,9 +157,9 @@ def entries(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(entry, dict) and "kind" in entry and "step" in entry:
+            if isinstance(entry, dict) and isinstance(entry.get("kind"), str) and type(entry.get("step")) is int:
                 yield entry
 
 

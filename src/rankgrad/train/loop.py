@@ -126,6 +126,17 @@ class _Position:
     stale: int = 0
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> "_Position":
+        """As a checkpoint has it."""
+        found = cls(**saved)
+        counts = (found.step, found.epoch, found.in_epoch, found.stale)
+        if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(found.metrics, dict):
+            raise ValueError(f"its position is {saved!r}")
+        if found.best is not None and not {"folder", "step", "metrics"} <= found.best.keys():
+            raise ValueError(f"its best checkpoint is {found.best!r}")
+        return found
+
 
 class _Training:
     """One run. The parts are made in the constructor, `run_to_end` goes through the epochs."""
@@ -354,22 +365,33 @@ class _Training:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state()
-        differences = self.settings.differences(state["settings"])
-        differences += [
-            f"{name} was {state['identity'].get(name)!r} and is {self.identity.get(name)!r}"
-            for name in sorted(self.identity.keys() | state["identity"].keys())
-            if state["identity"].get(name) != self.identity.get(name)
-        ]
+        try:
+            differences = self._differences(state)
+            if not differences:
+                same_chunk = self.settings.chunk_size == state["settings"]["chunk_size"]
+                self.stepper.restore(state, with_chunk_size=same_chunk)
+                self.at = _Position.of(state["position"])
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{checkpoint.folder} does not hold the state of a run that can be continued "
+                f"({type(error).__name__}: {' '.join(str(error).split())}): delete it to go on from the one before"
+            ) from error
         if differences:
             raise ValueError(
                 f"fit: {self.run.path} was started differently ({'; '.join(differences)}): resume with what it was started "
                 "with, or choose another folder"
             )
         checkpoint.load_into(self.model)
-        same_chunk = self.settings.chunk_size == state["settings"]["chunk_size"]
-        self.stepper.restore(state, with_chunk_size=same_chunk)
-        self.at = _Position(**state["position"])
         self.processes.from_first(lambda: self.run.continue_from(checkpoint.step, self.at.best))
+
+    def _differences(self, state: Mapping[str, Any]) -> list[str]:
+        """What stands against continuing the run that `state` is of."""
+        saved = state["identity"]
+        return self.settings.differences(state["settings"]) + [
+            f"{name} was {saved.get(name)!r} and is {self.identity.get(name)!r}"
+            for name in sorted(self.identity.keys() | saved.keys())
+            if saved.get(name) != self.identity.get(name)
+        ]
 
     def _own_identity(self) -> dict[str, Any]:
         shapes = [f"{name} {tuple(p.shape)}" for name, p in unwrapped(self.model).named_parameters()]

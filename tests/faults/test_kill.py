@@ -1,0 +1,85 @@
+"""A few real kills, and proof that a run which lost something would be noticed."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.trials.kill import Watch, complaints_after_kill, differences, outcome
+
+from rankgrad.train.checkpoints import WEIGHTS, RunFolder
+
+ROOT = Path(__file__).parents[2]
+
+
+def trial(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_killed_runs_end_like_the_one_that_never_was():
+    done = trial("benchmarks.trials.kill", "--trials", "3", "--seed", "5", "--forked", "--variant", "memory")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^3 kills in \d+ runs, .* 0 runs lost something", done.stdout, re.MULTILINE)
+    assert re.search(r"^all +3 +0 +0 +3$", done.stdout, re.MULTILINE)
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare()
+    model = torch.nn.Linear(2, 2)
+    for step in (3, 6):
+        folder.save(model, {"step": step}, step=step, epoch=1, metrics={})
+    entry = {"kind": "step", "step": 6, "epoch": 1, "loss": 0.5, "gradient": 1.0}
+    (folder.path / "journal.jsonl").write_text(json.dumps(entry) + "\n")
+    return folder
+
+
+def test_a_good_folder_has_no_complaints(run):
+    watch = Watch(run.path)
+    watch.look()
+    assert watch.named == 6
+    assert complaints_after_kill(watch) == []
+
+
+def test_a_lost_and_a_damaged_checkpoint_are_noticed(run):
+    watch = Watch(run.path)
+    watch.look()
+    weights = run.checkpoints / "step-00000006" / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert re.search("damaged: step-00000006: weights.safetensors has", complaints_after_kill(watch)[0])
+    assert "what is left is of step 3" in complaints_after_kill(watch)[1]
+    shutil.rmtree(run.checkpoints / "step-00000003")
+    assert "holds no checkpoint that can be read" in complaints_after_kill(watch)[0]
+
+
+@pytest.mark.parametrize("what", ["losses", "a file", "a file too many"])
+def test_a_run_that_diverged_is_noticed(run, what):
+    before = outcome(run.path)
+    assert differences(outcome(run.path), before) == []
+    if what == "losses":
+        (run.path / "journal.jsonl").write_text((run.path / "journal.jsonl").read_text().replace("0.5", "0.5000001"))
+        assert differences(outcome(run.path), before) == ["losses is not the same"]
+    elif what == "a file":
+        weights = run.checkpoints / "step-00000003" / WEIGHTS
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+        assert differences(outcome(run.path), before) == [f"checkpoints/step-00000003/{WEIGHTS} is not the same"]
+    else:
+        (run.checkpoints / ".writing-x").write_text("")
+        assert differences(outcome(run.path), before) == ["checkpoints/.writing-x is not the same"]
+
+
+def test_the_state_is_compared_by_what_it_says(run):
+    before = outcome(run.path)
+    state = run.checkpoints / "step-00000006" / "state.pt"
+    torch.save({"step": 6}, state)
+    assert differences(outcome(run.path), before) == []
+    torch.save({"step": 7}, state)
+    assert differences(outcome(run.path), before) == ["checkpoints/step-00000006/state.pt is not the same"]
