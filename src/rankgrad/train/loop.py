@@ -9,7 +9,7 @@ weights of one that never was.
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,18 @@ class _Position:
         if found.best is not None and not {"folder", "step", "metrics"} <= found.best.keys():
             raise ValueError(f"its best checkpoint is {found.best!r}")
         return found
+
+
+@contextlib.contextmanager
+def _understood(checkpoint: Checkpoint) -> Iterator[None]:
+    """Around the use of a state that was read whole and may still not be that of a run."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{checkpoint.folder} does not hold the state of a run that can be continued "
+            f"({type(error).__name__}: {' '.join(str(error).split())}): delete it to go on from the one before"
+        ) from error
 
 
 class _Training:
@@ -365,23 +377,18 @@ class _Training:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state()
-        try:
+        with _understood(checkpoint):
             differences = self._differences(state)
-            if not differences:
-                same_chunk = self.settings.chunk_size == state["settings"]["chunk_size"]
-                self.stepper.restore(state, with_chunk_size=same_chunk)
-                self.at = _Position.of(state["position"])
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{checkpoint.folder} does not hold the state of a run that can be continued "
-                f"({type(error).__name__}: {' '.join(str(error).split())}): delete it to go on from the one before"
-            ) from error
         if differences:
             raise ValueError(
                 f"fit: {self.run.path} was started differently ({'; '.join(differences)}): resume with what it was started "
                 "with, or choose another folder"
             )
+        # before the stepper, which hands the weights on to processes that divide them
         checkpoint.load_into(self.model)
+        with _understood(checkpoint):
+            self.stepper.restore(state, with_chunk_size=self.settings.chunk_size == state["settings"]["chunk_size"])
+            self.at = _Position.of(state["position"])
         self.processes.from_first(lambda: self.run.continue_from(checkpoint.step, self.at.best))
 
     def _differences(self, state: Mapping[str, Any]) -> list[str]:
