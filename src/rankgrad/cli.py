@@ -2,10 +2,11 @@
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 Verb: TypeAlias = Callable[[list[str]], int]
 """Takes the arguments after its name, returns the exit status."""
@@ -303,5 +304,15 @@ def _version() -> str:
         return rankgrad.__version__
 
 
+def _run_as_module() -> NoReturn:
+    """`python -m rankgrad.cli`, which is how torchrun starts it."""
+    status = main()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from rankgrad.train.processes import leave
+
+        leave(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _run_as_module()

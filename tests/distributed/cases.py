@@ -35,7 +35,7 @@ from rankgrad.train.errors import TrainingError
 from rankgrad.train.journal import entries
 from rankgrad.train.loop import fit
 from rankgrad.train.parallel import spread, whole
-from rankgrad.train.processes import Processes, Shared, joined
+from rankgrad.train.processes import Processes, Shared, joined, leave
 from rankgrad.train.settings import TrainSettings
 
 WIDTH, DIM = 6, 5
@@ -383,6 +383,7 @@ def main(folder: Path, stopped: Path | None) -> None:
         found = everything(processes, folder, stopped)
         if processes.first:
             torch.save(found, folder / "found.pt")
+    leave(0)
 
 
 if __name__ == "__main__":

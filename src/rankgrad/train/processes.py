@@ -9,9 +9,10 @@ A process that is alone is a run of one process, and everything here is then fre
 import contextlib
 import datetime as dt
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -154,6 +155,17 @@ def _rows(tree: Any, own: slice) -> Any:
 def launched() -> bool:
     """Whether torchrun has started this process."""
     return dist.is_available() and dist.is_torchelastic_launched()
+
+
+def leave(status: int) -> NoReturn:
+    """Ends a process of torchrun whose work is done and written.
+
+    Python's own end takes torch's libraries apart while the other processes may still be connected, and now and then a
+    thread of theirs aborts the process then: torchrun would report a finished run as failed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 @contextlib.contextmanager
