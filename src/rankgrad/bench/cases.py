@@ -32,8 +32,9 @@ class Target:
         return f"{self.ms:.4g} ms, {self.megabytes:.4g} MB"
 
     def verdict(self, ms: float, megabytes: float) -> str:
-        over = {"time": ms / self.ms, "memory": megabytes / self.megabytes}
-        missed = [f"{name} {ratio:.2f}x" for name, ratio in over.items() if ratio > 1]
+        over = {"time": (ms, self.ms), "memory": (megabytes, self.megabytes)}
+        # what is to be undercut may have been too small to be seen
+        missed = [f"{name} {value / max(most, 1e-9):.2f}x" for name, (value, most) in over.items() if value > most]
         return f"missed: {', '.join(missed)}" if missed else "met"
 
 
