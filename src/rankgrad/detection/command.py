@@ -5,14 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rankgrad.detection.recipes import GROUPS, RECIPES, SETTINGS, DetectionRecipe, find, shrunk
 from rankgrad.detection.run import Place, continue_run, evaluate_run, start_run
 from rankgrad.recipes.catalogue import percent, shown
 from rankgrad.recipes.commands import parse_seeds
-from rankgrad.recipes.flags import Parser, flag_of
-from rankgrad.recipes.recipe import nearest, parse
+from rankgrad.recipes.flags import Parser, add_settings, changed_settings, device_named, parsed_flag
+from rankgrad.recipes.recipe import nearest
 
 Verb = Callable[[Sequence[str]], int]
 
@@ -47,7 +45,7 @@ def train(arguments: Sequence[str]) -> int:
         help="continue the run in this folder, or in --out",
     )
     given = parser.parse(arguments)
-    changes = _changes(given)
+    changes = changed_settings(given, SETTINGS)
     if given.resume is not None:
         if given.resume and given.out:
             parser.error("--resume RUN and --out DIR both name the run's folder: give one")
@@ -69,7 +67,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     _add_place(parser)
     given = parser.parse(arguments)
     text = given.score_threshold
-    changes = {} if text is None else {"score_threshold": _parsed("score_threshold", text)}
+    changes = {} if text is None else {"score_threshold": parsed_flag(SETTINGS, "score_threshold", text)}
     evaluate_run(given.run, _place(given), changes=changes)
     print(f"report: {write_report([given.run], given.run / 'report.html')}")
     return 0
@@ -103,7 +101,7 @@ def plan(arguments: Sequence[str]) -> int:
 
     parser = _recipe_parser("rankgrad detect plan", "Measure a training step and the classification loss in it.", arguments)
     given = parser.parse(arguments)
-    print(plan_step(_chosen(parser, given, _changes(given)), _place(given).device))
+    print(plan_step(_chosen(parser, given, changed_settings(given, SETTINGS)), _place(given).device))
     return 0
 
 
@@ -118,14 +116,14 @@ def study(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs [runs/detect-STUDY]")
     parser.add_argument("--debug", action="store_true", help="shrink every run, to see that all of it works")
     _add_place(parser)
-    _add_settings(parser, None)
+    add_settings(parser, settings=SETTINGS, groups=GROUPS)
     given = parser.parse(arguments)
     if given.study not in STUDIES:
         hint = nearest(given.study, STUDIES) or f"; choose one of {', '.join(STUDIES)}"
         parser.error(f"there is no study {given.study!r}{hint}")
     folder = given.out or Path("runs") / f"detect-{given.study}{'-debug' if given.debug else ''}"
-    seeds = parse_seeds(given.seeds)
-    print(f"\n{run_study(given.study, _changes(given), seeds, _place(given), folder, csv=given.csv, debug=given.debug)}")
+    seeds, changes = parse_seeds(given.seeds), changed_settings(given, SETTINGS)
+    print(f"\n{run_study(given.study, changes, seeds, _place(given), folder, csv=given.csv, debug=given.debug)}")
     return 0
 
 
@@ -144,7 +142,8 @@ def _recipe_parser(prog: str, about: str, arguments: Sequence[str]) -> Parser:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="see `rankgrad detect recipes`")
     parser.add_argument("--debug", action="store_true", help="shrink it to seconds on a CPU; without --data on drawn shapes")
     _add_place(parser)
-    _add_settings(parser, next((RECIPES[argument] for argument in arguments if argument in RECIPES), None))
+    named = next((RECIPES[argument] for argument in arguments if argument in RECIPES), None)
+    add_settings(parser, named, settings=SETTINGS, groups=GROUPS)
     return parser
 
 
@@ -152,35 +151,6 @@ def _add_place(parser: Parser) -> None:
     parser.add_argument("--data", metavar="DIR", type=Path, help="VOCdevkit, or a folder in its layout")
     parser.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1 [a GPU where there is one]")
     parser.add_argument("--workers", metavar="N", type=int, default=2, help="threads that decode images [2]")
-
-
-def _add_settings(parser: Parser, defaults: DetectionRecipe | None) -> None:
-    """One flag per setting; what is not given leaves no trace in the result, so that a recipe's own value stays."""
-    group: Any = parser
-    for name, entry in SETTINGS.items():
-        if name in GROUPS:
-            group = parser.add_argument_group(GROUPS[name])
-        about = entry.metadata["about"].replace("%", "%%")
-        about += "" if defaults is None else f" [{shown(getattr(defaults, name))}]"
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": about}
-        if entry.type is bool:
-            group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, **options)
-        else:
-            group.add_argument(flag_of(name), metavar=name.upper(), **options)
-
-
-def _changes(given: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the command line gave, parsed and checked one by one."""
-    named = {name: value for name, value in vars(given).items() if name in SETTINGS}
-    return {name: value if isinstance(value, bool) else _parsed(name, value) for name, value in named.items()}
-
-
-def _parsed(name: str, text: str) -> Any:
-    try:
-        return parse(SETTINGS[name], text)
-    except ValueError as error:
-        # the sentence begins with the setting's name
-        raise ValueError(flag_of(name) + str(error).removeprefix(name)) from None
 
 
 def _chosen(parser: Parser, given: argparse.Namespace, changes: dict[str, Any]) -> DetectionRecipe:
@@ -197,18 +167,9 @@ def _chosen(parser: Parser, given: argparse.Namespace, changes: dict[str, Any]) 
 
 
 def _place(given: argparse.Namespace) -> Place:
-    name = given.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch sees no GPU here")
     if given.workers < 1:
         raise ValueError(f"--workers must be at least 1, got {given.workers}")
-    return Place(None if given.data is None else given.data.expanduser().resolve(), device, given.workers)
+    return Place(None if given.data is None else given.data.expanduser().resolve(), device_named(given.device), given.workers)
 
 
 def _listing(pattern: str) -> str:

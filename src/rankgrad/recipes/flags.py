@@ -3,13 +3,16 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
 from rankgrad.recipes.catalogue import shown
 from rankgrad.recipes.recipe import GROUPS, SETTINGS, Recipe, parse
+
+Settings: TypeAlias = Mapping[str, Any]
+"""Of a recipe of any kind, by name: dataclass fields made by `setting`."""
 
 
 def flag_of(setting: str) -> str:
@@ -60,12 +63,18 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(status)
 
 
-def add_settings(parser: argparse.ArgumentParser, defaults: Recipe | None = None) -> None:
+def add_settings(
+    parser: argparse.ArgumentParser,
+    defaults: Any = None,
+    *,
+    settings: Settings = SETTINGS,
+    groups: Mapping[str, str] = GROUPS,
+) -> None:
     """One flag per setting; what is not given leaves no trace in the result, so that a recipe's own value stays."""
     group: argparse.ArgumentParser | argparse._ArgumentGroup = parser
-    for name, entry in SETTINGS.items():
-        if name in GROUPS:
-            group = parser.add_argument_group(GROUPS[name])
+    for name, entry in settings.items():
+        if name in groups:
+            group = parser.add_argument_group(groups[name])
         about = entry.metadata["about"].replace("%", "%%")
         if defaults is not None:
             about += f" [{shown(getattr(defaults, name))}]"
@@ -79,15 +88,16 @@ def add_settings(parser: argparse.ArgumentParser, defaults: Recipe | None = None
             group.add_argument(flag_of(name), dest=name, metavar=metavar, default=argparse.SUPPRESS, help=about)
 
 
-def changed_settings(parsed: argparse.Namespace) -> dict[str, Any]:
+def changed_settings(parsed: argparse.Namespace, settings: Settings = SETTINGS) -> dict[str, Any]:
     """The settings that the command line gave, parsed and checked one by one."""
-    given = {name: value for name, value in vars(parsed).items() if name in SETTINGS}
-    return {name: value if isinstance(value, bool) else _parsed(name, value) for name, value in given.items()}
+    given = {name: value for name, value in vars(parsed).items() if name in settings}
+    return {name: value if isinstance(value, bool) else parsed_flag(settings, name, value) for name, value in given.items()}
 
 
-def _parsed(name: str, text: str) -> Any:
+def parsed_flag(settings: Settings, name: str, text: str) -> Any:
+    """The value of one flag; a complaint names the flag."""
     try:
-        return parse(SETTINGS[name], text)
+        return parse(settings[name], text)
     except ValueError as error:
         # the sentence begins with the setting's name
         raise ValueError(flag_of(name) + str(error).removeprefix(name)) from None
