@@ -32,11 +32,16 @@ TASK = "detection"
 DEBUG_NOTICE = "This is a debug run: everything in it was shrunk, and its numbers mean nothing."
 TEST = "test"
 ALL_STAGES = 5
-DRAWN = {"train": 2000, "test": 500}
+DRAWN = {"train": 2000, "val": 500, "test": 500}
 # settings that may change between two parts of one run
 FREE = ("skip_bad", "test_images", "score_threshold")
-# splits of a folder in VOC's layout, the first that it has
-TRAIN_LISTS, TEST_LISTS = ("trainval", "train"), ("test", "val")
+# lists of a folder in VOC's layout, the first that it has; by split and whether settings are to be chosen
+FOLDER_LISTS = {
+    ("train", False): ("trainval", "train"),
+    (TEST, False): ("test", "val"),
+    ("train", True): ("train",),
+    (TEST, True): ("val",),
+}
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ def train(
 ) -> tuple[FasterRCNN, Outcome]:
     """The detector of `recipe`, trained; the run's files are in `folder`."""
     classes = len(training.class_names)
-    run = RunFolder(folder)
+    run = RunFolder(folder, command="rankgrad detect train")
     begun = resume and run.pointer("last") is not None
     # a checkpoint has all weights: the file or download that training began with is not needed again
     detector = new_detector(recipe, classes, place.device, with_weights=not begun)
@@ -156,7 +161,8 @@ def examine(
     results.save(tested, test, folder, debug=debug)
     print(f"\n{results.table_of(tested)}\n")
     for metric, value in tested.result.metrics().items():
-        wanted = next((number for number in recipe.published if number.metric == metric and not debug), None)
+        published = () if debug or recipe.validation else recipe.published
+        wanted = next((number for number in published if number.metric == metric), None)
         against = (
             ""
             if wanted is None or wanted.value is None
@@ -199,27 +205,33 @@ class CrossEntropy(nn.Module):
 def read_split(recipe: DetectionRecipe, place: Place, split: str) -> Scenes:
     """The training or test images of `recipe`."""
     limit = recipe.images if split == "train" else recipe.test_images
+    judged = "val" if recipe.validation else "test"
     if recipe.data_set == "shapes":
+        part = "train" if split == "train" else judged
         # the data is the same whatever the seed of a run
-        return draw_shapes(split, limit or DRAWN[split])
+        return draw_shapes(part, limit or DRAWN[part])
     if place.data is None:
         raise ValueError(f"the data set {recipe.data_set!r} needs --data DIR, the folder that holds it")
     if recipe.data_set == "folder":
         known = lists_in(place.data)
-        wanted = TRAIN_LISTS if split == "train" else TEST_LISTS
+        wanted = FOLDER_LISTS[split, recipe.validation]
         name = next((each for each in wanted if each in known), None)
         if name is None:
             raise FileNotFoundError(f"{place.data} has no ImageSets/Main/{' or '.join(wanted)}.txt to {split} on")
         scenes = read_voc(place.data, name, skip_bad=recipe.skip_bad)
     else:
-        years, name = {
-            ("voc07", "train"): (("2007",), "trainval"),
-            ("voc0712", "train"): (("2007", "2012"), "trainval"),
-            ("voc12", "train"): (("2012",), "train"),
-            ("voc12", "test"): (("2012",), "val"),
-        }.get((recipe.data_set, split), (("2007",), "test"))
+        years, name = _voc_lists(recipe, split)
         scenes = read_voc(place.data, name, years=years, skip_bad=recipe.skip_bad)
     return scenes.select(range(min(limit, len(scenes)))) if limit else scenes
+
+
+def _voc_lists(recipe: DetectionRecipe, split: str) -> tuple[tuple[str, ...], str]:
+    """Years and list of a split of Pascal VOC."""
+    years = {"voc07": ("2007",), "voc0712": ("2007", "2012"), "voc12": ("2012",)}[recipe.data_set]
+    # VOC keeps the test of 2012 to itself: its validation images are the test
+    if recipe.validation or recipe.data_set == "voc12":
+        return years, "train" if split == "train" else "val"
+    return (years, "trainval") if split == "train" else (("2007",), "test")
 
 
 def train_settings(recipe: DetectionRecipe) -> TrainSettings:

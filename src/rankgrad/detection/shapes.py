@@ -16,7 +16,7 @@ from rankgrad.data.seeds import bits
 from rankgrad.detection.scenes import Pixels, Scene, Scenes
 
 CLASSES = ("circle", "ring", "square", "triangle", "cross")
-SPLITS = ("train", "test")
+SPLITS = ("train", "val", "test")
 EMPTY = 0.05
 MOST_OBJECTS = 7
 SPECKS = 25

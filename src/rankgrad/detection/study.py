@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +16,8 @@ from rankgrad.train.checkpoints import RunFolder
 CHECKPOINT_EVERY = 500
 
 
-@dataclass(frozen=True)
-class Variation:
-    """One line of a study's table: a recipe, and what of it is changed."""
-
-    title: str
-    recipe: str
-    changes: Mapping[str, Any]
-
-
-def _variations(name: str) -> tuple[Variation, ...]:
-    rambo = f"{name}-rambo"
-    return (
-        Variation("cross-entropy", f"{name}-ce", {}),
-        Variation("AP loss", rambo, {}),
-        # of eight batches in a list only the present one has a gradient: without the others half the learning rate is enough
-        Variation("AP loss, no memory", rambo, {"memory": 0, "lr": RECIPES[rambo].lr / 2}),
-    )
-
-
-STUDIES: Mapping[str, tuple[Variation, ...]] = {name: _variations(name) for name in ("shapes", "cells")}
+LINES = {"cross-entropy": "ce", "AP loss": "rambo"}
+STUDIES = ("shapes", "cells")
 
 
 def run_study(
@@ -57,16 +39,15 @@ def run_study(
     csv.parent.mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[Entry]] = {}
     text = ""
-    for variation in STUDIES[name]:
-        # what the command line says stands, also against a variation and in a shrunk run
-        wanted = {**variation.changes, **changes}
-        recipe = RECIPES[variation.recipe].with_settings(wanted)
+    for title, short in LINES.items():
+        recipe = RECIPES[f"{name}-{short}"].with_settings(changes)
         if debug:
-            recipe = shrunk(recipe, drawn=place.data is None).with_settings(wanted)
+            # what the command line says stands, also in a shrunk run
+            recipe = shrunk(recipe, drawn=place.data is None).with_settings(changes)
         for seed in seeds:
             seeded = replace(recipe, seed=seed, checkpoint_every=recipe.checkpoint_every or CHECKPOINT_EVERY)
-            entry = _finished(name, variation, seeded, place, folder, ledger, debug=debug)
-            rows.setdefault(variation.title, []).append(entry)
+            entry = _finished(name, title, seeded, place, folder, ledger, debug=debug)
+            rows.setdefault(title, []).append(entry)
             csv.write_text(as_csv(each for entries in rows.values() for each in entries), encoding="utf-8")
             text = _table(name, rows)
             csv.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
@@ -74,14 +55,14 @@ def run_study(
 
 
 def _finished(
-    name: str, variation: Variation, recipe: DetectionRecipe, place: Place, folder: Path, ledger: Ledger, *, debug: bool
+    name: str, title: str, recipe: DetectionRecipe, place: Place, folder: Path, ledger: Ledger, *, debug: bool
 ) -> Entry:
-    text = json.dumps({**recipe.settings(), "study": name, "line": variation.title}, sort_keys=True)
+    text = json.dumps({**recipe.settings(), "study": name, "line": title}, sort_keys=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     known = ledger.get(key)
     if known:
         return known
-    print(f"{name}: {variation.title}, seed {recipe.seed}", flush=True)
+    print(f"{name}: {title}, seed {recipe.seed}", flush=True)
     run = folder / "runs" / f"{recipe.name}-seed{recipe.seed}-{key}"
     training, test = read_split(recipe, place, "train"), read_split(recipe, place, TEST)
     begun = RunFolder(run).pointer("last") is not None
@@ -91,7 +72,7 @@ def _finished(
     tested = examine(recipe, place, detector, test, run, debug=debug)
     changes = {"loss": recipe.loss, "memory": recipe.memory, "lr": recipe.lr}
     metrics = {**tested.result.metrics(), **{f"AP50 {each.name}": each.average_precision() for each in tested.result.classes}}
-    entry = Entry(key, name, variation.title, changes, recipe.seed, TEST, metrics, outcome.seconds)
+    entry = Entry(key, name, title, changes, recipe.seed, TEST, metrics, outcome.seconds)
     ledger.add(entry)
     # a study keeps results and curves; its weights would fill a disk
     shutil.rmtree(RunFolder(run).checkpoints)

@@ -67,8 +67,8 @@ def _launched_training(arguments: Sequence[str], processes: int, folder: Path) -
     try:
         return launch(["train", *without_flag(arguments, "--processes")], processes)
     except FailedProcessError as error:
-        way = f"Continue with: rankgrad train --resume {folder} --processes {processes}"
-        raise TrainingError(f"{error}; {RunFolder(folder).last_good()}. {way}") from error
+        run = RunFolder(folder)
+        raise TrainingError(f"{error}; {run.last_good()}. {run.way_on()} --processes {processes}") from error
 
 
 def evaluate(arguments: Sequence[str]) -> int:

@@ -74,10 +74,11 @@ class RunFolder:
     Args:
         path: the folder; made when the run starts.
         keep_last: checkpoints that stay besides the best.
+        command: trains; a run that was stopped says how to go on with it.
     """
 
-    def __init__(self, path: Path | str, *, keep_last: int = 2) -> None:
-        self.path, self.keep_last = Path(path), keep_last
+    def __init__(self, path: Path | str, *, keep_last: int = 2, command: str = "rankgrad train") -> None:
+        self.path, self.keep_last, self.command = Path(path), keep_last, command
 
     @property
     def checkpoints(self) -> Path:
@@ -186,6 +187,10 @@ class RunFolder:
                 f"{self.checkpoints} holds no checkpoint that can be read ({'; '.join(faults)}): start a new run"
             )
         return None, faults
+
+    def way_on(self) -> str:
+        """What to type to continue the run."""
+        return f"Continue with: {self.command} --resume {self.path}"
 
     def last_good(self) -> str:
         """For messages: the newest checkpoint."""

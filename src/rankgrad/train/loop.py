@@ -213,8 +213,7 @@ class _Training:
         if reason == "interrupted":
             asked = self.interruption.signal or "another process"
             self.progress.say(
-                f"stopped by {asked} after step {self.at.step} of {self.total}; the checkpoint is written. "
-                f"Continue with: rankgrad train --resume {self.run.path}"
+                f"stopped by {asked} after step {self.at.step} of {self.total}; the checkpoint is written. {self.run.way_on()}"
             )
         return Outcome(
             reason=reason,
@@ -449,7 +448,7 @@ class _Training:
         detail = " ".join(str(error).split())[:120]
         return LostProcessError(
             f"another process of the run has ended, so rank {self.processes.rank} stops at step {self.at.step + 1}; "
-            f"{self.run.last_good()}. Continue with: rankgrad train --resume {self.run.path} ({detail})"
+            f"{self.run.last_good()}. {self.run.way_on()} ({detail})"
         )
 
     def _warn(self, message: str, **content: Any) -> None:
