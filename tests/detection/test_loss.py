@@ -216,18 +216,31 @@ def test_a_capped_margin_lets_a_fresh_head_start(cap, starts):
     assert (value < 0.1) == starts, value
 
 
-def test_the_cap_is_half_the_distance_between_positives_and_negatives():
+def test_the_cap_is_half_the_distance_between_positives_and_negatives_of_a_class():
     scores = torch.tensor([[0.9, 0.3], [0.5, 0.4], [0.2, 0.7]], dtype=torch.float64)
     targets = torch.tensor([[1, 0], [1, 0], [0, 1]])
-    # positives 0.9, 0.5 and 0.7, negatives 0.3, 0.4 and 0.2: half of 0.7 - 0.3
-    for wanted, margin in ((0.2, 2.0), (0.1, 0.1), (0.0, 0.0)):
+    # first class: 0.7 against 0.2; second: 0.7 against 0.35
+    half = torch.tensor([0.25, 0.175], dtype=torch.float64)
+    for margin in (2.0, 0.2, 0.1, 0.0):
         loss = DetectionAPLoss(scores="logits", margin=margin, memory=1)
         loss(scores, targets)
-        shifted = scores + wanted * (0.5 - targets.double())
+        shifted = scores + half.clamp(max=margin) * (0.5 - targets.double())
         torch.testing.assert_close(loss.classes.past[0][0], shifted.t())
     backwards = DetectionAPLoss(scores="logits", margin=2.0, memory=1)
     backwards(-scores, targets)
     assert torch.equal(backwards.classes.past[0][0], -scores.t())
+
+
+def test_a_class_that_is_behind_the_others_still_has_a_gradient():
+    draws = torch.Generator().manual_seed(0)
+    targets = torch.tensor([1] * 30 + [2] * 10 + [0] * 160)
+    logits = 0.1 * torch.randn(200, 3, generator=draws)
+    logits[:30, 1] += 6  # the first class is found already, the second is all but forgotten
+    logits[:, 2] -= 3
+    logits[30:40, 2] += 0.1
+    logits.requires_grad_()
+    (gradient,) = torch.autograd.grad(DetectionAPLoss(memory=0)(logits, targets), logits)
+    assert (gradient[30:40, 2] < 0).all()
 
 
 def test_the_noisy_margin_of_the_published_code_is_drawn_from_torch():

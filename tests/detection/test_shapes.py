@@ -50,7 +50,7 @@ def test_boxes_are_tight(drawn):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="split must be one of 'train', 'test', got 'val'"):
+    with pytest.raises(ValueError, match="split must be one of 'train', 'val', 'test', got 'dev'"):
         draw_shapes("dev", 1)
     with pytest.raises(ValueError, match="count must be at least 1, got 0"):
         draw_shapes("train", 0)

@@ -17,7 +17,7 @@ from rankgrad.detection.command import main
 from rankgrad.detection.faster_rcnn import build_detector
 from rankgrad.detection.recipes import RECIPES, find
 from rankgrad.detection.report import page
-from rankgrad.detection.run import load_detector, load_run
+from rankgrad.detection.run import Place, load_detector, load_run, read_split
 from rankgrad.detection.steps import DetectionBatches, DetectionObjective, RowDetector, detect, unpacked
 from rankgrad.train.journal import entries
 
@@ -247,14 +247,36 @@ def test_a_study_compares_both_losses_and_goes_on_where_it_was(tmp_path, capsys)
     assert main([*arguments, "--seeds", "1"]) == 0
     table = (tmp_path / "shapes.md").read_text()
     assert table in capsys.readouterr().out + "\n"
-    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == ["cross-entropy", "AP loss", "AP loss, no memory"]
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == ["cross-entropy", "AP loss"]
     assert main([*arguments, "--seeds", "2"]) == 0
     told = capsys.readouterr().out
     assert "AP loss, seed 1" in told
     assert "seed 0" not in told
     rows = (tmp_path / "shapes.csv").read_text().splitlines()
-    assert len(rows) == 1 + 3 * 2
+    assert len(rows) == 1 + 2 * 2
     assert "±" in (tmp_path / "shapes.md").read_text()
+
+
+def test_settings_are_chosen_on_validation_images(tmp_path):
+    place = Place(tmp_path / "set", torch.device("cpu"))
+    names = [f"i{number}" for number in range(4)]
+    lists = {"trainval": names[:3], "train": names[:2], "val": names[2:3], "test": names[3:]}
+    write_voc(place.data, {name: [("ape", (3, 3, 30, 30))] for name in names}, lists)
+
+    def shown(recipe):
+        return [
+            [scene.name.removesuffix(".jpg") for scene in read_split(recipe, place, split).scenes]
+            for split in ("train", "test")
+        ]
+
+    assert shown(find("cells-ce")) == [names[:3], names[3:]]
+    choosing = find("cells-ce").with_settings({"validation": True})
+    assert shown(choosing) == [names[:2], names[2:3]]
+    drawn = find("shapes-ce").with_settings({"validation": True, "images": 1, "test_images": 1})
+    assert shown(drawn) == [["train-00000"], ["val-00000"]]
+    (place.data / "ImageSets" / "Main" / "val.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no ImageSets/Main/val\.txt to test on"):
+        read_split(choosing, place, "test")
 
 
 def test_the_rows_of_tables_5_and_8_are_there():

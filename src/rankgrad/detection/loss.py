@@ -49,8 +49,9 @@ class DetectionAPLoss(nn.Module):
       for mAP and APC, the paper's ratio, `interclass` is 1/3.
     - `margin_cap=True`: a margin wider than the distance between positives and negatives puts all of the former behind all of
       the latter, too far for the perturbation to bring one past the other, and the gradient is 0. A fresh head, whose scores
-      are all but equal, would stay so for ever. So the margin is at most half the difference between the mean score of the
-      positives and that of the negatives of the call: nothing at first, and all of it once they lie twice as far apart.
+      are all but equal, would stay so for ever, and so would a class that is slower than the others. So the margin of a class
+      is at most half the difference between the mean scores of its positives and of its negatives in the call: nothing at
+      first, and all of it once they lie twice as far apart.
 
     `lam` refers to ranks divided by the list's length. Algorithm 1 of the paper is handed the derivative of the whole loss, so
     the perturbation of each of the two parts contains its share, 1 - interclass and interclass; `weight`, and whatever else
@@ -62,8 +63,8 @@ class DetectionAPLoss(nn.Module):
     Args:
         lam: interpolation of the blackbox gradient.
         margin: positives are lowered and negatives raised by half of it before ranking.
-        margin_cap: no wider than half of what lies between positives and negatives on average. Remembered scores keep the
-            margin of their call.
+        margin_cap: no wider than half of what lies between positives and negatives of a class on average. Remembered scores
+            keep the margin of their call.
         interclass: share of APC.
         memory: past calls whose scores lengthen the class lists.
         scores: "softmax", "sigmoid" or "logits".
@@ -147,11 +148,11 @@ class DetectionAPLoss(nn.Module):
         self.classes.reset()
 
     def _margin(self, scores: Tensor, relevant: Tensor) -> Tensor:
-        """The margin of this call, as a tensor that nobody waits for."""
+        """The margin of each class in this call, as a tensor that nobody waits for."""
         margin = scores.new_full((), self.margin)
         if not self.margin_cap:
             return margin
-        means = [(scores * group).sum() / group.sum().clamp(min=1) for group in (relevant, ~relevant)]
+        means = [(scores * group).sum(dim=0) / group.sum(dim=0).clamp(min=1) for group in (relevant, ~relevant)]
         return torch.minimum(margin, ((means[0] - means[1]) / 2).clamp(min=0))
 
     def _lists(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
