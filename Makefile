@@ -12,7 +12,7 @@ help:
 	@echo "make test     lint, types, all tests"
 	@echo "make lint     lint and types only"
 	@echo "make format   let ruff rewrite what it can"
-	@echo "make trials   kill and resume 50 runs, 1,200 cases of bad input, 10 minutes of training watched for leaks"
+	@echo "make trials   kill and resume 50 runs and 18 of two processes, 1,200 cases of bad input, 10 minutes of training watched for leaks"
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -36,5 +36,6 @@ format: $(INSTALLED)
 
 trials: $(INSTALLED)
 	$(BIN)/python -m benchmarks.trials.kill --trials 50 --forked
+	$(BIN)/python -m benchmarks.trials.kill --trials 18 --processes 2
 	$(BIN)/python -m benchmarks.trials.fuzz --cases 1200 --commands 36
 	$(BIN)/python -m benchmarks.trials.soak --minutes 10

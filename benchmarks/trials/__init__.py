@@ -1,6 +1,7 @@
 """Trials of what a run must survive: processes killed at any moment, files from strangers, hours of work.
 
     python -m benchmarks.trials.kill --trials 50      SIGKILL at random points, resumed, compared
+    python -m benchmarks.trials.kill --processes 2    the same of one rank of several
     python -m benchmarks.trials.fuzz --cases 1200     malformed lists, images, checkpoints, embeddings and settings
     python -m benchmarks.trials.soak --minutes 10     memory, file handles and threads of one long training
 

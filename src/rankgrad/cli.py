@@ -306,12 +306,13 @@ def _version() -> str:
 
 def _run_as_module() -> NoReturn:
     """`python -m rankgrad.cli`, which is how torchrun starts it."""
-    status = main()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from rankgrad.train.processes import leave
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        sys.exit(main())
+    from rankgrad.train.launch import stop_with_launcher
+    from rankgrad.train.processes import leave
 
-        leave(status)
-    sys.exit(status)
+    stop_with_launcher()
+    leave(main())
 
 
 if __name__ == "__main__":

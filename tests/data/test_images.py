@@ -2,7 +2,10 @@
 
 import errno
 import itertools
+import multiprocessing
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -609,6 +612,20 @@ def test_decoding_is_torchvisions_resized_crop(classes):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_asks_the_run_to_stop_leaves_its_workers_to_it(classes, number):
+    source = Decoding(classes, 20, side=24)
+    alone = shown(batches_of(classes, source), epoch=1)
+    batches = batches_of(classes, source, workers=1)
+    batches.set_epoch(1)
+    running = batches.iterate()
+    came = [next(running)]
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, number)
+    assert same([*came, *running], alone)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_image_that_breaks_later_stops_decoding_with_its_path(classes, workers):
     source = Decoding(classes, 20, side=24)

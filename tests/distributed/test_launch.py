@@ -1,21 +1,23 @@
 """The command line with `--processes`: a process that is killed is named, and the run goes on with another number of them."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from ranks import alive, killed, ranks
 
 from rankgrad import cli
 from rankgrad.recipes import commands, equivalence
+from rankgrad.train.launch import FailedProcessError
 
 SECONDS = 60
 LENGTH = "6"  # epochs: long enough to be killed on the way
 RUN = ["glyphs-recall-at-k", "--debug", "--device", "cpu", "--no-tensorboard", "--epochs", LENGTH, "--checkpoint-every", "3"]
+
+NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for ranks in /proc")
 
 
 def command(*arguments):
@@ -31,43 +33,31 @@ def environment(tmp_path_factory):
         yield
 
 
-def ranks_of(folder):
-    """Process ids of a run's workers by rank, from what torchrun has told them."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        told = _read(process / "environ").split(b"\0")
-        if str(folder).encode() in _read(process / "cmdline"):
-            found |= {int(entry[5:]): int(process.name) for entry in told if entry.startswith(b"RANK=")}
-    return found
-
-
-def _read(path):
-    try:
-        return path.read_bytes()
-    except OSError:  # it has ended, or is another user's
-        return b""
+def begun(folder):
+    """A run of two processes that has written its first checkpoint."""
+    line = command("train", *RUN, "--out", folder, "--processes", "2")
+    started = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    patience = time.monotonic() + SECONDS
+    while not (folder / "checkpoints" / "last.json").exists():
+        assert started.poll() is None, started.communicate()[1]
+        assert time.monotonic() < patience
+        time.sleep(0.05)
+    return started
 
 
 def entries_of(folder):
     return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for ranks in /proc")
+@NEEDS_PROC
 @pytest.mark.usefixtures("environment")
 def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path, capsys):
     folder = tmp_path / "run"
-    started = subprocess.Popen(
-        command("train", *RUN, "--out", folder, "--processes", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    patience = time.monotonic() + SECONDS
-    while not (folder / "checkpoints" / "last.json").exists():
-        assert started.poll() is None, started.communicate()[1]
-        assert time.monotonic() < patience
-        time.sleep(0.05)
-    os.kill(ranks_of(folder)[1], signal.SIGKILL)
-    killed = time.monotonic()
+    started = begun(folder)
+    assert killed(ranks(folder)[1])
+    struck = time.monotonic()
     _, said = started.communicate(timeout=SECONDS)
-    assert time.monotonic() - killed < 20
+    assert time.monotonic() - struck < 20
     assert started.returncode == 2
     last = json.loads((folder / "checkpoints" / "last.json").read_text())["folder"]
     assert said.strip().splitlines()[-1] == (
@@ -83,6 +73,21 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path, capsys):
     assert steps == list(range(1, len(steps) + 1))
     assert [(e["kind"], e["processes"]) for e in journal if e["kind"] in ("start", "resume")] == [("start", 2), ("resume", 1)]
     assert journal[-1]["reason"] == "finished"
+
+
+@NEEDS_PROC
+@pytest.mark.usefixtures("environment")
+def test_a_killed_launcher_takes_its_processes_along(tmp_path):
+    folder = tmp_path / "run"
+    started = begun(folder)
+    started.kill()
+    patience = time.monotonic() + 20
+    while alive(folder):
+        assert time.monotonic() < patience
+        time.sleep(0.05)
+    _, said = started.communicate(timeout=SECONDS)
+    assert "Traceback" not in said
+    assert entries_of(folder)[-1]["reason"] in ("interrupted", "finished")
 
 
 @pytest.mark.usefixtures("environment")
@@ -102,6 +107,25 @@ def test_check_equivalence_prints_and_returns_0():
     assert done.returncode == 0, done.stderr
     assert "1 process against 2 (4 + 5 images), float64" in done.stdout
     assert "they agree (to 1e-09)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("files", "way"),
+    [
+        ([], "Nothing of the run was written: start it again"),
+        (["recipe.json"], "Continue with: rankgrad train --resume {} --processes 2"),
+    ],
+)
+def test_only_what_was_begun_is_to_be_resumed(monkeypatch, tmp_path, capsys, files, way):
+    def launch(arguments, processes):
+        raise FailedProcessError("rank 1 of 2 processes was ended by SIGKILL")
+
+    monkeypatch.setattr(commands, "launch", launch)
+    for name in files:
+        (tmp_path / name).touch()
+    assert cli.main(["train", "glyphs-fastap", "--out", str(tmp_path), "--processes", "2"]) == 2
+    died = "rankgrad train: rank 1 of 2 processes was ended by SIGKILL; no checkpoint was written yet."
+    assert capsys.readouterr().err == f"{died} {way.format(tmp_path)}\n"
 
 
 def test_check_equivalence_returns_1_where_processes_disagree(monkeypatch, capsys):

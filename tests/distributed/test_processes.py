@@ -20,7 +20,8 @@ TOLERANCE = 1e-9
 
 def torchrun(processes, *command):
     paths = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    # a process that aborts says where it was
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": os.pathsep.join(paths)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     done = subprocess.run(
         [*launcher, *map(str, command)], env=environment, capture_output=True, text=True, check=False, timeout=300

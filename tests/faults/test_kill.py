@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.trials.kill import Watch, complaints_after_kill, differences, outcome
+from benchmarks.trials.kill_rank import RANK_AIMS, RankTrials
+from benchmarks.trials.lives import Watch, complaints_after_kill, differences, outcome
 
 from rankgrad.train.checkpoints import WEIGHTS, RunFolder
 
@@ -28,6 +29,15 @@ def test_killed_runs_end_like_the_one_that_never_was():
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^3 kills in \d+ runs, .* 0 runs lost something", done.stdout, re.MULTILINE)
     assert re.search(r"^all +3 +0 +0 +3$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for ranks in /proc")
+def test_a_killed_rank_ends_its_job_and_the_run_goes_on():
+    aims = ("--aim", "decode", "--aim", "evaluation")
+    done = trial("benchmarks.trials.kill", "--processes", "2", "--trials", "2", "--seed", "3", "--variant", "schedule", *aims)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^decoding images +0 +0 +1 +1$", done.stdout, re.MULTILINE)
+    assert re.search(r"^2 kills in 1 runs, .* 0 came after the end; 0 runs lost something", done.stdout, re.MULTILINE)
 
 
 @pytest.fixture
@@ -83,3 +93,49 @@ def test_the_state_is_compared_by_what_it_says(run):
     assert differences(outcome(run.path), before) == []
     torch.save({"step": 7}, state)
     assert differences(outcome(run.path), before) == ["checkpoints/step-00000006/state.pt is not the same"]
+
+
+@pytest.fixture
+def changed(run, tmp_path):
+    """Trials whose run was begun by two processes, killed after step 3 and ended by one."""
+    trials = RankTrials(tmp_path, 0, aims=RANK_AIMS, processes=2)
+    evaluation = {"kind": "eval", "step": 6, "epoch": 1, "metrics": {"R@1": 0.5}}
+    steps = [{"kind": "step", "step": step, "epoch": 1, "loss": 0.5, "gradient": 1.0} for step in range(1, 7)]
+    begun = {"kind": "start", "step": 0, "epoch": 1, "processes": 2}
+    tested = run.path / "eval" / "test"
+    tested.mkdir(parents=True)
+    (tested / "result.json").write_text(json.dumps({"metrics": {"R@1": 0.5}}))
+    write_journal(run.path, [begun, *steps, evaluation])
+    shutil.copytree(run.path, trials.never("memory"))
+    trials.references["memory"] = outcome(run.path)
+    write_journal(run.path, [begun, *steps[:3], {**begun, "kind": "resume", "step": 3, "processes": 1}, *steps[3:], evaluation])
+    return trials
+
+
+def write_journal(folder, content):
+    (folder / "journal.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in content))
+
+
+@pytest.mark.parametrize(
+    ("step", "loss", "complaint"),
+    [
+        (3, 0.5000001, "the loss of step 3 is not the same"),
+        (4, 0.500001, None),
+        (4, 0.50001, "the loss of step 4 is 2.0e-05 from that of 2 processes"),
+        (5, 0.50001, None),
+        (6, 0.51, "the loss of step 6 is 2.0e-02 from that of 2 processes"),
+    ],
+)
+def test_another_number_of_processes_may_round_otherwise_and_not_more(run, changed, step, loss, complaint):
+    assert changed.distances("memory", run.path) == []
+    content = [json.loads(line) for line in (run.path / "journal.jsonl").read_text().splitlines()]
+    write_journal(run.path, [{**e, "loss": loss} if e["kind"] == "step" and e["step"] == step else e for e in content])
+    assert changed.distances("memory", run.path) == ([complaint] if complaint else [])
+
+
+def test_other_weights_and_metrics_of_another_number_of_processes_are_noticed(run, changed):
+    (run.path / "eval" / "test" / "result.json").write_text(json.dumps({"metrics": {"R@1": 0.6}}))
+    run.save(torch.nn.Linear(2, 2), {"step": 6}, step=6, epoch=1, metrics={})
+    found = changed.distances("memory", run.path)
+    assert re.match("(weight|bias) is .* from that of 2 processes", found[0])
+    assert found[-1] == "R@1 is 1.0e-01 from that of 2 processes"

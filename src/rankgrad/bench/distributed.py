@@ -116,6 +116,8 @@ def _work(rank: int, size: int, setup: Setup, folder: str) -> None:
     if rank == 0:
         (Path(folder) / "cells.json").write_text(json.dumps(cells))
     dist.destroy_process_group()
+    # Python's own end takes torch's libraries apart while the others may still be connected, and may abort then
+    os._exit(0)
 
 
 def _loss_alone(setup: Setup, rank: int, size: int) -> Callable[[], float]:

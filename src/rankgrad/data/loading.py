@@ -9,9 +9,17 @@ What step s of epoch e shows is a function of (seed, e, s) alone: the number of 
 interrupted make no difference.
 """
 
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -28,6 +36,8 @@ from rankgrad.data.seeds import generator
 
 # batches made before they are asked for: one being used, one ready, one in the making
 AHEAD = 2
+# seconds between two looks of a worker whether its process still lives
+LOOK = 0.5
 
 
 class Batch(NamedTuple):
@@ -201,6 +211,38 @@ def _stacked(images: list[Tensor | str]) -> Tensor | str:
     return complaints[0] if complaints else torch.stack([image for image in images if isinstance(image, Tensor)])
 
 
+def _follow(worker: int) -> None:
+    """Lets a worker end when its process does and not before.
+
+    A terminal and torchrun send their signals to workers too, and a process that is to stop after its step would miss them.
+    A worker that is just starting when its process is killed would never notice, and others seconds later; meanwhile it keeps
+    the process's connections open, so that the other processes of a run wait for the dead one. A thread of multiprocessing
+    would print how it noticed.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has been started by a process"
+    assert parent.pid is not None, "which runs"
+    threading.Thread(target=_end_after, args=(parent.pid,), daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    shown = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, (ConnectionError, EOFError)):
+            shown(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _end_after(process: int) -> None:
+    """Ends this process when another one has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(process, 0)
+            time.sleep(LOOK)
+    os._exit(1)
+
+
 def _by_processes(source: Decoding, steps: Iterator[_Drawn], batches: Batches) -> Iterator[tuple[_Drawn, Tensor]]:
     """Decoded by worker processes; boxes are drawn here, so that it does not matter which process gets which."""
     asked: deque[_Drawn] = deque()
@@ -215,6 +257,7 @@ def _by_processes(source: Decoding, steps: Iterator[_Drawn], batches: Batches) -
         batch_sampler=requests(),
         num_workers=batches.workers,
         collate_fn=_stacked,
+        worker_init_fn=_follow,
         pin_memory=batches.device.type == "cuda",
         # its own, or the loader would draw from the global one
         generator=generator(batches.seed, "workers"),

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-import rankgrad.report as report_room
 from rankgrad.detection import results
 from rankgrad.detection.average_precision import LEFT_OUT, RIGHT, WRONG, ClassResult
 from rankgrad.detection.recipes import METRIC
 from rankgrad.report.charts import Bar, Series, bars, colour_of, dash_of, line
 from rankgrad.report.command import write
+from rankgrad.report.document import Section, document
 from rankgrad.report.markup import Cell, absent, element, number, paragraph, percent, plural, signed, table, text
-from rankgrad.report.page import POLICY, Section
 from rankgrad.report.provenance import hardware, missing, settings
 from rankgrad.report.runs import Run, read_runs
 from rankgrad.report.training import curve, events, thinned
@@ -52,20 +51,7 @@ def page(folders: Sequence[Path]) -> str:
         ("events", "Events", events(runs)),
         ("notes", "Notes", missing([], [note for _, content in tests for note in content.get("notes", [])])),
     ]
-    sections = [section for section in sections if section[2]]
-    links = "".join(element("li", element("a", text(name), href=f"#{anchor}")) for anchor, name, _ in sections)
-    body = "".join(element("section", element("h2", text(name)), content, id=anchor) for anchor, name, content in sections)
-    style = (Path(report_room.__file__).parent / "page.css").read_text(encoding="utf-8")
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{text(POLICY)}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{text(title)} \N{MIDDLE DOT} rankgrad detection</title><style>{style}</style></head><body>"
-        + element("nav", element("ul", links), aria_label="Sections")
-        + element("main", element("header", element("h1", text(title)), paragraph(text(about))), body)
-        + "</body></html>\n"
-    )
+    return document(title, about, sections)
 
 
 def _numbers(runs: Sequence[Run], tests: Sequence[Test]) -> str:

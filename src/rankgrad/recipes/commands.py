@@ -64,11 +64,15 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _launched_training(arguments: Sequence[str], processes: int, folder: Path) -> int:
+    from rankgrad.recipes.run import RECIPE_FILE
+
     try:
         return launch(["train", *without_flag(arguments, "--processes")], processes)
     except FailedProcessError as error:
         run = RunFolder(folder)
-        raise TrainingError(f"{error}; {run.last_good()}. {run.way_on()} --processes {processes}") from error
+        begun = (folder / RECIPE_FILE).is_file()
+        way = f"{run.way_on()} --processes {processes}" if begun else "Nothing of the run was written: start it again"
+        raise TrainingError(f"{error}; {run.last_good()}. {way}") from error
 
 
 def evaluate(arguments: Sequence[str]) -> int:

@@ -1,9 +1,8 @@
-"""The whole page: sections in order, one style sheet, no script, nothing from elsewhere."""
+"""The page about retrieval runs."""
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
+from rankgrad.report.document import Section, document
 from rankgrad.report.headline import description, numbers, side_by_side
 from rankgrad.report.markup import element, paragraph, text
 from rankgrad.report.pictures import Pictures
@@ -14,12 +13,7 @@ from rankgrad.report.runs import Evaluation, Run
 from rankgrad.report.training import diagnostics, events, learning
 from rankgrad.report.versus import won_and_lost
 
-# a page may hold pictures and styles of its own and can ask for nothing else, whatever a label says
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 ROWS_ALONE, ROWS_EACH = 5, 3
-
-Section = tuple[str, str, str]
-"""Anchor, title and content."""
 
 
 def page(runs: Sequence[Run], *, split: str | None = None, pictures: Pictures | None = None) -> str:
@@ -31,27 +25,9 @@ def page(runs: Sequence[Run], *, split: str | None = None, pictures: Pictures | 
         pictures: where thumbnails come from.
     """
     pictures = pictures or Pictures()
-    sections = [each for each in _sections(runs, split, pictures) if each[2]]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     about = description(runs[0]) if len(runs) == 1 else ", ".join(run.name for run in runs)
-    links = "".join(element("li", element("a", text(name), href=f"#{anchor}")) for anchor, name, _ in sections)
-    body = "".join(element("section", element("h2", text(name)), content, id=anchor) for anchor, name, content in sections)
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{text(POLICY)}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{text(title)} \N{MIDDLE DOT} rankgrad report</title><style>{style}</style></head><body>"
-        + element("nav", element("ul", links), aria_label="Sections")
-        + element(
-            "main",
-            element("header", element("h1", text(title)), paragraph(text(about))),
-            body,
-            element("footer", text(f"rankgrad {_version()}. All numbers are read from the folders of the runs.")),
-        )
-        + "</body></html>\n"
-    )
+    return document(title, about, _sections(runs, split, pictures))
 
 
 def _sections(runs: Sequence[Run], split: str | None, pictures: Pictures) -> list[Section]:
@@ -86,12 +62,3 @@ def _of_each(runs: Sequence[Run], split: str | None, content: Callable[[Evaluati
             parts.append(element("h3", text(run.name), class_="run"))
         parts.append(content(test) if test else paragraph("Not tested yet.", class_="absent"))
     return "".join(parts)
-
-
-def _version() -> str:
-    try:
-        return version("rankgrad")
-    except PackageNotFoundError:
-        import rankgrad
-
-        return rankgrad.__version__

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -18,8 +19,10 @@ LOST = 3
 TOLD, INTERRUPTED = 2, 130
 # seconds that the first process has to say what is wrong before another one ends
 HEAD_START = 2.0
-# set for processes whose launcher will say who has ended
+# the process id of the launcher, set for processes for which it will say who has ended
 LAUNCHER = "RANKGRAD_LAUNCHER"
+# seconds between two looks whether it still lives
+LOOK = 1.0
 
 
 class FailedProcessError(TrainingError):
@@ -42,7 +45,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     check_count(processes, name="--processes", caller="rankgrad")
     # the cores of the machine, which torchrun would leave idle but for one each
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    os.environ[LAUNCHER] = "1"
+    os.environ[LAUNCHER] = str(os.getpid())
     # what it says of a failure is said below
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     command = ["--standalone", f"--nproc-per-node={processes}", "--max-restarts=0", "-m", "rankgrad.cli", *arguments]
@@ -57,6 +60,19 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def stop_with_launcher() -> None:
+    """Asks this process to stop, as SIGTERM does, when its launcher was killed: the run would go on with nobody to end it."""
+    launcher = int(os.environ.get(LAUNCHER, "0"))
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(LOOK)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if launcher:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def _guilt(status: int) -> int:

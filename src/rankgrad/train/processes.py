@@ -158,10 +158,10 @@ def launched() -> bool:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends a process of torchrun whose work is done and written.
+    """Ends one of several processes whose work is done and written.
 
     Python's own end takes torch's libraries apart while the other processes may still be connected, and now and then a
-    thread of theirs aborts the process then: torchrun would report a finished run as failed.
+    thread of theirs aborts the process then: whoever started it would report a finished run as failed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
