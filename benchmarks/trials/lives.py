@@ -26,6 +26,7 @@ from rankgrad.train.journal import entries
 
 # a life of this run takes some seconds; one that takes minutes hangs
 LONGEST_LIFE = 300.0
+THREADS = torch.get_num_threads()
 STAGES = (
     "starting",
     "decoding images",
@@ -100,6 +101,8 @@ class Process:
     ) -> None:
         self._said = said
         if forked:
+            # a fork of a process that has threads for its sums would wait for them, which are not there
+            torch.set_num_threads(1)
             self.number = os.fork()
             if self.number == 0:
                 _live(arguments, said)
@@ -145,6 +148,7 @@ def _live(arguments: Sequence[str], said: Path) -> NoReturn:
     """The life of a fork; nothing of its parent's is cleaned up at its end."""
     status = 1
     try:
+        torch.set_num_threads(THREADS)
         descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
