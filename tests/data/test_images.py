@@ -1,6 +1,7 @@
 """Decoded images and crops: against torchvision and Pillow, with damaged files, damaged caches and a full disk."""
 
 import errno
+import fcntl
 import itertools
 import multiprocessing
 import os
@@ -284,6 +285,20 @@ def damage(path, how):
         head.write_bytes(head.read_bytes()[:50])
     elif how == "head foreign":
         head.write_bytes(b"hello")
+
+
+def test_what_a_killed_process_left_is_swept_away_and_what_another_still_writes_is_not(folder, tmp_path):
+    cache = tmp_path / "cache"
+    open_images(folder, side=24, cache=cache, square=False)
+    (whole,) = cache.glob("*.u8")
+    left, written = (cache / f"{whole.stem}-{name}.tmp" for name in ("left", "written"))
+    left.write_bytes(b"half of it")
+    whole.unlink()
+    with written.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        open_images(folder, side=24, cache=cache, square=False)
+        assert not left.exists()
+        assert written.exists()
 
 
 @pytest.mark.parametrize("how", ["cut", "zeroed", "gone", "head gone", "head cut", "head foreign"])

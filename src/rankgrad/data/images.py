@@ -8,6 +8,7 @@ Files are decoded once. Afterwards an epoch reads a flat file of bytes through t
 all: 60,000 images of 256 x 256 take 11.8 GB.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -27,6 +28,11 @@ from torch import Tensor
 from rankgrad._checks import check_count, check_tensor, shape_of
 from rankgrad.data.decoding import Decoder, UnreadableImageError, in_order, with_progress
 from rankgrad.data.table import Table
+
+try:
+    import fcntl
+except ImportError:  # on Windows, where nobody can delete a file that another has open
+    fcntl = None  # type: ignore[assignment]
 
 # changes whenever the same table and settings would give other bytes
 FORMAT = 1
@@ -307,11 +313,14 @@ def _decode_to_file(
     unfinished: list[Path] = []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path)
         free = shutil.disk_usage(path.parent).free
         if needed > free:
             raise OSError(f"only {_gigabytes(free)} are free")
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.stem}-", suffix=".tmp", delete=False) as file:
             unfinished.append(Path(file.name))
+            with contextlib.suppress(OSError):  # a disk without locks: what is left there then stays
+                _lock(file.fileno())
 
             def store(planes: NDArray[np.uint8]) -> None:
                 file.write(planes.data)
@@ -341,6 +350,20 @@ def _decode_to_file(
     if opened is None:
         raise OSError(f"open_images: {path} was written but does not read back: its disk is failing, give another cache folder")
     return opened
+
+
+def _sweep(path: Path) -> None:
+    """Removes what processes that were killed while they decoded have left; who still writes holds a lock."""
+    for leftover in path.parent.glob(f"{path.stem}-*.tmp"):
+        with contextlib.suppress(OSError), leftover.open("rb") as file:
+            _lock(file.fileno())
+            leftover.unlink(missing_ok=True)
+
+
+def _lock(descriptor: int) -> None:
+    """Held until the file is closed or its process ends; raises where another process holds it."""
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _mapped(path: Path) -> tuple[Images, NDArray[np.int64]] | None:
