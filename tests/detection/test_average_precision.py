@@ -1,9 +1,11 @@
-"""AP by the rules of VOC: cases worked out by hand, and every rule once more in plain Python."""
+"""AP by the rules of VOC: cases worked out by hand, every rule once more in plain Python, and COCO's evaluation."""
 
 import math
 
 import numpy as np
 import pytest
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from rankgrad.detection import Found, Scene, evaluate_boxes
 from rankgrad.detection.average_precision import LEFT_OUT, RIGHT, WRONG
@@ -183,6 +185,59 @@ def test_random_boxes_against_plain_python(seed):
             for rule in ("11-point", "all-point"):
                 assert each.average_precision(rule) == pytest.approx(slow(detections, scenes, label, rule), abs=1e-9)
     assert judged_right > 3
+
+
+def coco_ap(scenes, detections, label, recalls):
+    """Mean over `recalls` of the best precision from there on, of one class at IoU 0.5."""
+    known, given = [], []
+    for image, (truth, boxes) in enumerate(zip(scenes, detections, strict=True)):
+        for box in truth.boxes[truth.labels == label].tolist():
+            x1, y1, x2, y2 = box
+            area = (x2 - x1) * (y2 - y1)
+            entry = {"image_id": image, "category_id": label, "bbox": [x1, y1, x2 - x1, y2 - y1], "area": area, "iscrowd": 0}
+            known.append({"id": len(known) + 1, **entry})
+        of_class = boxes.labels == label
+        for (x1, y1, x2, y2), score in zip(boxes.boxes[of_class].tolist(), boxes.scores[of_class].tolist(), strict=True):
+            given.append({"image_id": image, "category_id": label, "bbox": [x1, y1, x2 - x1, y2 - y1], "score": score})
+    truths = COCO()
+    truths.dataset = {"images": [{"id": i} for i in range(len(scenes))], "categories": [{"id": label}], "annotations": known}
+    truths.createIndex()
+    evaluation = COCOeval(truths, truths.loadRes(given), "bbox")
+    evaluation.params.iouThrs = np.array([0.5])
+    evaluation.params.recThrs = np.asarray(recalls)
+    evaluation.params.maxDets = [1000]
+    evaluation.params.areaRng, evaluation.params.areaRngLbl = [[0, 1e10]], ["all"]
+    evaluation.evaluate()
+    evaluation.accumulate()
+    return float(evaluation.eval["precision"].mean())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_both_rules_agree_with_cocos_evaluation(seed):
+    """Where they must: no object overlaps another, so that no box could have taken a second best one, and none is difficult."""
+    draws = np.random.default_rng(seed)
+    scenes, detections = [], []
+    for image in range(12):
+        cells = draws.permutation(36)[: draws.integers(0, 9)]
+        corners = np.stack((cells % 6, cells // 6), axis=1) * 30.0 + draws.uniform(2, 6, (len(cells), 2))
+        sizes = draws.uniform(10, 20, (len(cells), 2))
+        boxes = np.concatenate((corners, corners + sizes), axis=1)
+        scenes.append(scene(*boxes, labels=draws.integers(1, 4, len(cells)), name=f"{image}.jpg"))
+        # some found twice, some not at all, some somewhere else, and not all of the right class
+        chosen = draws.integers(0, len(cells), 2 * len(cells)) if len(cells) else np.zeros(0, int)
+        moved_boxes = boxes[chosen] + draws.normal(0, 2.5, (len(chosen), 4))
+        stray = draws.uniform(0, 150, (4, 2))
+        all_boxes = np.concatenate((moved_boxes, np.concatenate((stray, stray + draws.uniform(8, 30, (4, 2))), axis=1)))
+        guessed = np.concatenate((scenes[-1].labels[chosen], draws.integers(1, 4, 4)))
+        wrong = draws.random(len(guessed)) < 0.2
+        guessed[wrong] = draws.integers(1, 4, wrong.sum())
+        detections.append(found(*all_boxes, scores=draws.random(len(all_boxes)), labels=guessed))
+    result = judged(detections, scenes, ("a", "b", "c"))
+    for label, one in enumerate(result.classes, start=1):
+        assert 0.05 < one.average_precision("11-point") < 0.95
+        tenths, each = np.arange(11) / 10, np.arange(1, one.objects + 1) / one.objects
+        assert one.average_precision("11-point") == pytest.approx(coco_ap(scenes, detections, label, tenths), abs=1e-9)
+        assert one.average_precision("all-point") == pytest.approx(coco_ap(scenes, detections, label, each), abs=1e-9)
 
 
 def test_wrong_input_is_refused():
