@@ -352,3 +352,10 @@ def test_a_retrieval_run_is_refused(tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps({"name": "x", "settings": {}}))
     with pytest.raises(ValueError, match="it is a retrieval run, which `rankgrad train` and `rankgrad eval` take"):
         main(["eval", str(tmp_path), "--device", "cpu"])
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"task": "detection", "settings": {"lr": 1e999}}', "null"])
+def test_a_hostile_recipe_file_is_refused_by_name(tmp_path, content):
+    (tmp_path / "recipe.json").write_text(content)
+    with pytest.raises(ValueError, match=r"recipe\.json is not a recipe that this version can read"):
+        load_run(tmp_path)

@@ -1,9 +1,8 @@
 """A detection recipe from beginning to end: data, training by `rankgrad.train`, test, report."""
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,14 @@ from rankgrad.detection.scenes import Scenes
 from rankgrad.detection.shapes import draw_shapes
 from rankgrad.detection.steps import DetectionBatches, DetectionObjective, RowDetector, detect
 from rankgrad.detection.voc import lists_in, read_voc
-from rankgrad.recipes.recipe import Published
+from rankgrad.recipes.saved import DEBUG_NOTICE, RECIPE_FILE, content_of, data_in, description_in, read
 from rankgrad.train.checkpoints import RunFolder
 from rankgrad.train.loop import Outcome, fit
 from rankgrad.train.progress import Progress
 from rankgrad.train.protocols import Evaluator
 from rankgrad.train.settings import AUTOCAST, TrainSettings
 
-RECIPE_FILE = "recipe.json"
 TASK = "detection"
-DEBUG_NOTICE = "This is a debug run: everything in it was shrunk, and its numbers mean nothing."
 TEST = "test"
 ALL_STAGES = 5
 DRAWN = {"train": 2000, "val": 500, "test": 500}
@@ -293,17 +290,7 @@ def _saved(recipe: DetectionRecipe, place: Place, folder: Path, class_names: tup
     """Write RUN/recipe.json; settings with which the run is refused leave the file as it was."""
     path = folder / RECIPE_FILE
     before = path.read_bytes() if path.is_file() else None
-    content = {
-        "name": recipe.name,
-        "what": recipe.what,
-        "task": TASK,
-        "settings": recipe.settings(),
-        "published": [asdict(number) for number in recipe.published],
-        "notes": list(recipe.notes),
-        "data": None if place.data is None else str(place.data),
-        "class_names": list(class_names),
-        "debug": debug,
-    }
+    content = content_of(recipe, place.data, debug=debug) | {"task": TASK, "class_names": list(class_names)}
     RunFolder(folder).write_json(RECIPE_FILE, content)
     try:
         yield
@@ -325,20 +312,11 @@ class SavedRun:
 
 def load_run(folder: Path) -> SavedRun:
     """The recipe that the run in `folder` is of."""
-    path = folder / RECIPE_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {folder} is not the folder of a run")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+
+    def made(content: Mapping[str, Any]) -> SavedRun:
         if content.get("task") != TASK:
             raise ValueError("it is a retrieval run, which `rankgrad train` and `rankgrad eval` take")
-        recipe = DetectionRecipe(
-            name=content["name"],
-            what=content.get("what", ""),
-            notes=tuple(content.get("notes", ())),
-            published=tuple(Published(**number) for number in content.get("published", ())),
-        ).with_settings(content["settings"])
-        data, names = content.get("data"), tuple(content["class_names"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a detection recipe that this version can read: {error}") from error
-    return SavedRun(recipe, None if data is None else Path(data), names, debug=bool(content.get("debug")))
+        recipe = DetectionRecipe(**description_in(content)).with_settings(content["settings"])
+        return SavedRun(recipe, data_in(content), tuple(content["class_names"]), debug=bool(content.get("debug")))
+
+    return read(folder, made)

@@ -12,6 +12,7 @@ from rankgrad.recipes.catalogue import RECIPES, description, find, listing
 from rankgrad.recipes.debug import shrunk
 from rankgrad.recipes.flags import Parser, add_settings, changed_settings, device_named
 from rankgrad.recipes.recipe import Recipe, nearest
+from rankgrad.recipes.saved import RECIPE_FILE
 from rankgrad.recipes.shelf import Place, Shelf
 from rankgrad.train.checkpoints import RunFolder
 from rankgrad.train.errors import TrainingError
@@ -64,8 +65,6 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _launched_training(arguments: Sequence[str], processes: int, folder: Path) -> int:
-    from rankgrad.recipes.run import RECIPE_FILE
-
     try:
         return launch(["train", *without_flag(arguments, "--processes")], processes)
     except FailedProcessError as error:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,8 @@ from rankgrad.models import Embedder
 from rankgrad.recipes.batches import make_batches
 from rankgrad.recipes.losses import make_loss
 from rankgrad.recipes.models import groups_of, make_model, whiten
-from rankgrad.recipes.recipe import SETTINGS, Published, Recipe
+from rankgrad.recipes.recipe import SETTINGS, Recipe
+from rankgrad.recipes.saved import DEBUG_NOTICE, RECIPE_FILE, content_of, data_in, description_in, read
 from rankgrad.recipes.shelf import Part, Place, Shelf
 from rankgrad.recipes.testing import Tester, comparison, embeddings_of, save, score_shares
 from rankgrad.train.checkpoints import UNFINISHED, RunFolder
@@ -24,8 +25,7 @@ from rankgrad.train.loop import Outcome, fit
 from rankgrad.train.protocols import Evaluator
 from rankgrad.train.settings import TrainSettings
 
-RECIPE_FILE, DEBUG_FILE = "recipe.json", "DEBUG.txt"
-DEBUG_NOTICE = "This is a debug run: everything in it was shrunk, and its numbers mean nothing."
+DEBUG_FILE = "DEBUG.txt"
 # settings that may change between two parts of one run: they decide how something is read or shown, not what is trained
 FREE = ("partial", "skip_bad", "test_on", "scales")
 VALIDATION = "validation"
@@ -247,16 +247,7 @@ def _counts(part: Part, validation: Part | None) -> dict[str, dict[str, int]]:
 
 def save_run(recipe: Recipe, place: Place, folder: Path, *, debug: bool) -> None:
     """RUN/recipe.json: all that is needed to continue or test the run, and the published numbers."""
-    content = {
-        "name": recipe.name,
-        "what": recipe.what,
-        "settings": recipe.settings(),
-        "published": [asdict(number) for number in recipe.published],
-        "notes": list(recipe.notes),
-        "data": None if place.data is None else str(place.data),
-        "debug": debug,
-    }
-    RunFolder(folder).write_json(RECIPE_FILE, content)
+    RunFolder(folder).write_json(RECIPE_FILE, content_of(recipe, place.data, debug=debug))
     if debug:
         (folder / DEBUG_FILE).write_text(f"{DEBUG_NOTICE}\n", encoding="utf-8")
 
@@ -270,18 +261,9 @@ class SavedRun:
 
 def load_run(folder: Path) -> SavedRun:
     """The recipe that the run in `folder` is of."""
-    path = folder / RECIPE_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {folder} is not the folder of a run")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        recipe = Recipe(
-            name=content["name"],
-            what=content.get("what", ""),
-            notes=tuple(content.get("notes", ())),
-            published=tuple(Published(**number) for number in content.get("published", ())),
-        ).with_settings(content["settings"])
-        data = None if content.get("data") is None else Path(content["data"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"{path} is not a recipe that this version can read: {error}") from error
-    return SavedRun(recipe, data, debug=bool(content.get("debug")))
+
+    def made(content: Mapping[str, Any]) -> SavedRun:
+        recipe = Recipe(**description_in(content)).with_settings(content["settings"])
+        return SavedRun(recipe, data_in(content), debug=bool(content.get("debug")))
+
+    return read(folder, made)
