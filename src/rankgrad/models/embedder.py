@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankgrad._checks import check_count, check_tensor, shape_of
+from rankgrad.models.frozen_norm import use_frozen_norm
 from rankgrad.models.pooling import First, GeM, Maximum, Mean
 from rankgrad.models.spec import ModelSpec
 from rankgrad.models.trunks import IMAGENET_MEAN, IMAGENET_STD, Trunk, build_trunk
@@ -77,9 +78,11 @@ class Embedder(nn.Module):
         mean, std = (IMAGENET_MEAN, IMAGENET_STD) if spec.pixels == "imagenet" else (trunk.mean, trunk.std)
         self.register_buffer("pixel_mean", 255 * torch.tensor(mean).view(3, 1, 1))
         self.register_buffer("pixel_std", 255 * torch.tensor(std).view(3, 1, 1))
-        if spec.batch_norm == "fixed":
+        if spec.batch_norm != "live":
             for layer in _batch_norms(self.trunk):
-                layer.requires_grad_(False)
+                use_frozen_norm(layer)
+                if spec.batch_norm == "fixed":
+                    layer.requires_grad_(False)
         self.train()
 
     def forward(self, images: Tensor) -> Tensor:
