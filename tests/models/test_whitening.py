@@ -109,6 +109,18 @@ def test_the_head_starts_as_the_whitening():
     assert model.head.linear.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_rounding_of_layer_norm_is_no_direction(seed):
+    """Its outputs sum to 0 but for rounding, which would be blown up a million times."""
+    draws = torch.Generator().manual_seed(seed)
+    labels = torch.arange(400) % 50
+    features = 20 + torch.randn(50, 16, generator=draws)[labels] + 0.3 * torch.randn(400, 16, generator=draws)
+    descriptors = F.layer_norm(features, (16,))
+    with pytest.warns(UserWarning, match=r"differ in 15 of 16 directions only"):
+        whitening = learn_whitening(descriptors, labels)
+    assert whitening.projection.norm(dim=1).max() < 1e3
+
+
 def test_too_few_descriptors_are_regularised_with_a_message(data):
     descriptors, labels = data
     flat = descriptors.clone()

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from rankgrad._checks import check_count, check_embeddings, check_finite, check_labels, check_tensor, shape_of
 from rankgrad.models.embedder import Embedder
 
-# an eigenvalue below this part of the largest is rounding error of a sum in float64
-SINGULAR = 1e-12
+# An eigenvalue below this part of the largest is rounding error: of sums in float64, or, below a tenth of their type's
+# precision, of the descriptors. After layer norm in float32, whose outputs sum to 0 but for rounding, the ratio was 1e-12.
+SINGULAR, SINGULAR_OF_EPS = 1e-12, 0.1
 # of the mean variance, added in every direction where some have none
 RIDGE = 1e-3
 
@@ -71,23 +72,24 @@ def learn_whitening(descriptors: Tensor, labels: Tensor) -> Whitening:
     within = X - centres[classes]
     differences = (within * weight[:, None]).T @ within / len(X)
 
-    root = _inverse_root(differences)
+    root = _inverse_root(differences, max(SINGULAR, SINGULAR_OF_EPS * torch.finfo(descriptors.dtype).eps))
     mean = X.mean(dim=0)
     whitened = (X - mean) @ root
     _, axes = torch.linalg.eigh(whitened.T @ whitened / len(X))
     return Whitening(mean, axes.flip(1).T @ root)
 
 
-def _inverse_root(covariance: Tensor) -> Tensor:
+def _inverse_root(covariance: Tensor, singular: float) -> Tensor:
     values, vectors = torch.linalg.eigh(covariance)
     largest = values[-1]
     if not bool(largest > 0):
         raise ValueError("learn_whitening: descriptors of one label are all equal; whitening is learned from their differences")
-    spanned = int((values > SINGULAR * largest).sum())
+    spanned = int((values > singular * largest).sum())
     if spanned < len(values):
         warnings.warn(
             f"learn_whitening: matching descriptors differ in {spanned} of {len(values)} directions only, so {RIDGE:.1%} of "
-            "the mean variance is added in every direction; more matching descriptors than dimensions avoid that",
+            "the mean variance is added in every direction; after layer norm, whose outputs sum to 0, one is always missing, "
+            "and otherwise more matching descriptors than dimensions avoid that",
             stacklevel=3,
         )
         values = values.clamp(min=0) + RIDGE * values.mean()
