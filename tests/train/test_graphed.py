@@ -25,9 +25,13 @@ class Recorder:
 
     def __init__(self):
         self.samples, self.regions, self.replays, self.trouble, self.warning = [], [], 0, None, STREAMS
+        self.with_gradients = []
+        self.passes = 0  # before anything is recorded
 
     def __call__(self, model, sample_args, *, allow_unused_input):
         plain = model.forward
+        for _ in range(self.passes):
+            plain(*sample_args)
 
         def forward(batch):
             self.replays += 1
@@ -38,6 +42,7 @@ class Recorder:
         if self.trouble is not None:
             raise self.trouble
         self.samples += sample_args
+        self.with_gradients.append(torch.is_grad_enabled())
         enabled = torch.is_autocast_enabled("cuda")
         self.regions.append((torch.get_autocast_dtype("cuda") if enabled else None, torch.is_autocast_cache_enabled()))
         return model
@@ -102,20 +107,21 @@ def test_other_batches_are_not_recorded(recorder, images, whole):
     assert "forward" not in vars(model)
 
 
-def test_batch_norm_is_recorded_only_where_it_counts_no_passes(recorder):
+def test_passes_of_the_recording_leave_no_trace_in_statistics(recorder):
     norm = nn.BatchNorm1d(2)
-    after_two_steps(Network(norm))
-    assert not recorder.samples
-    norm.eval()
+    before = copy.deepcopy(norm.state_dict())
+    recorder.passes = 3
     after_two_steps(Network(norm))
     assert len(recorder.samples) == 1
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
 
 
-def test_trouble_is_told_in_one_line_and_the_network_runs_as_usual(recorder, monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError])
+def test_trouble_is_told_in_one_line_and_the_network_runs_as_usual(recorder, monkeypatch, kind):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     model, images = Network(), on_gpu(4, 3)
-    recorder.trouble = RuntimeError("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
+    recorder.trouble = kind("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
     graphed = GraphedPass(model, None)
     said = [graphed.before_step(images, whole=True) for _ in range(3)]
     assert said == [None, "operation not permitted when stream is capturing", None]
@@ -159,6 +165,19 @@ def test_giving_up_brings_the_plain_pass_back(recorder):
     graphed.give_up()  # as a second lack of memory does
 
 
+def test_giving_up_leaves_a_pass_that_was_there_before(recorder):
+    model = Network()
+    own = model.forward = lambda images: images.sum()
+    after_two_steps(model).give_up()
+    assert model.forward is own
+
+
+def test_gradients_are_recorded_also_where_they_are_off(recorder):
+    with torch.no_grad():
+        after_two_steps(Network())
+    assert recorder.with_gradients == [True]
+
+
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_casts_of_weights_are_made_anew_in_what_is_recorded(recorder, monkeypatch, autocast):
     # autocast has no CUDA region where there is no GPU
@@ -180,6 +199,8 @@ def test_other_warnings_of_recording_are_heard(recorder):
 class Convolutions(nn.Module):
     """Counts the passes that go through its layers; one of these is never used."""
 
+    live = False
+
     def __init__(self):
         super().__init__()
         self.trunk = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
@@ -188,7 +209,7 @@ class Convolutions(nn.Module):
 
     def train(self, mode=True):
         super().train(mode)
-        self.trunk[1].eval()
+        self.trunk[1].train(mode and self.live)
         return self
 
     def forward(self, images):
@@ -247,6 +268,25 @@ def test_a_replay_sees_the_weights_of_its_step(autocast):
             optimizer.step()
     # the weights that were recorded, those of the second step, would have given these
     assert min(differences(seen[-1], seen[1])) > 2 * ROUNDING
+
+
+class Live(Convolutions):
+    """Its batch norm takes the statistics of the batch and remembers them."""
+
+    live = True
+
+
+@needs_gpu
+def test_live_batch_norm_counts_every_step_once():
+    model, plain = two_alike(Live)
+    graphed = GraphedPass(model, None)
+    for step in range(5):
+        images = torch.randn(16, 3, 12, 12, device="cuda") + step
+        assert graphed.before_step(images, whole=True) is None
+        assert max(differences(gradients(model, images), gradients(plain, images))) < ROUNDING
+    assert int(model.trunk[1].num_batches_tracked) == 5
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(model.trunk[1], name), getattr(plain.trunk[1], name), rtol=1e-3, atol=1e-3)
 
 
 class Waiting(nn.Module):

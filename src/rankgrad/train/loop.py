@@ -191,6 +191,7 @@ class _Training:
         self.journal = Journal([])
         self.processes.from_first(self._open_journal)
         stack.callback(self.journal.close)
+        stack.callback(self.stepper.release)
         shown = self.processes.first
         self.progress = stack.enter_context(Progress(self.total, "training", unit="steps", done=self.at.step, shown=shown))
         self._note_start(resume, checkpoint, faults, description)

@@ -103,6 +103,11 @@ class Stepper:
         if self.processes.size > 1:
             refuse_local_statistics(self._trained)
 
+    def release(self) -> None:
+        """Leaves the model as it was handed in: a recorded pass belongs to these weights and this place of them."""
+        if self._graphed is not None:
+            self._graphed.give_up()
+
     def fetch(self) -> None:
         """Brings the weights to the model that was handed in; all processes must call it."""
         fetch(self.model, self._trained)
@@ -213,8 +218,7 @@ class Stepper:
         return 0 if fitting >= least else fitting
 
     def _shrunk(self, step: int, items: int) -> str:
-        if self._graphed is not None:
-            self._graphed.give_up()
+        self.release()
         live = live_batch_norms(self.model)
         remedy = None if live else self._large.shrink(items)
         if remedy is None:
