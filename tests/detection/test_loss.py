@@ -160,6 +160,44 @@ def test_what_follows_the_loss_scales_its_gradient():
     torch.testing.assert_close(gradients[2], 1024 * gradients[0])
 
 
+def losses_and_gradients(loss, calls, device="cpu"):
+    found = []
+    for logits, targets in calls:
+        leaf = logits.to(device).requires_grad_()
+        value = loss(leaf, targets.to(device))
+        found.append((value.detach(), torch.autograd.grad(3 * value, leaf)[0]))
+    return found
+
+
+# numpy, on which the interpreter runs, remarks on what is infinity on a GPU
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("options", [{}, {"scores": "sigmoid", "background": "class"}, {"background": "none", "weight": 2.0}])
+def test_steps_that_never_wait_give_the_same(options, monkeypatch):
+    pytest.importorskip("triton")
+    calls = [(logits.float(), targets) for logits, targets in (batch(seed, regions=60 + seed, classes=3) for seed in range(4))]
+    plain, stepping = (DetectionAPLoss(lam=LAM, memory=2, **options) for _ in range(2))
+    monkeypatch.setattr(stepping, "_has_steps", lambda *given: True)
+    monkeypatch.setattr(stepping, "_replays", lambda *given: None)
+    wanted = losses_and_gradients(plain, calls)
+    torch.testing.assert_close(losses_and_gradients(stepping, calls), wanted, rtol=1e-5, atol=1e-7)
+    assert all(gradient.any() for _, gradient in wanted)
+    torch.testing.assert_close(stepping.state_dict(), plain.state_dict())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_graphs_give_the_same():
+    # more and more positives on the way, and a number of regions that is not always the same
+    sizes = [(4096, 0.1), (4096, 0.1), (4096, 0.2), (4096, 0.25), (4000, 0.25), (4096, 0.25), (4096, 0.02), (4096, 0.3)]
+    drawn = [batch(seed, regions, 20, share) for seed, (regions, share) in enumerate([*sizes, *sizes])]
+    calls = [(logits.float(), targets) for logits, targets in drawn]
+    plain, replayed = (DetectionAPLoss(memory=3, cuda_graphs=graphs) for graphs in (False, True))
+    wanted = losses_and_gradients(plain, calls, "cuda")
+    torch.testing.assert_close(losses_and_gradients(replayed, calls, "cuda"), wanted, rtol=1e-5, atol=1e-9)
+    assert any(free for free in replayed._replays._graphs.free.values())
+    assert not replayed._replays._graphs.refused
+    torch.testing.assert_close(replayed.state_dict(), plain.state_dict())
+
+
 def test_nothing_to_find_is_a_zero_with_a_graph():
     logits, targets = batch(0)
     leaf = logits.clone().requires_grad_()

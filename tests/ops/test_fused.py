@@ -202,3 +202,18 @@ def test_captured_calls_equal_plain_ones_also_when_two_are_pending():
             expected = run(plain, *example)
             assert error(value.detach().double(), expected[0]) < 1e-6
             assert error(leaf.grad.double(), expected[1]) < 1e-4
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
+def test_an_objective_that_waits_runs_as_usual_and_random_numbers_are_drawn_after_it():
+    def waiting(ranks):
+        return ranks.mean(torch.log1p(ranks.rank)) / float(ranks.rank.detach().max())
+
+    example = batch(300, 100)
+    captured, plain = (rg.RankLoss(rg.Sigmoid(0.1), waiting, backend="triton", cuda_graphs=graphs) for graphs in (True, False))
+    expected = run(plain, *example)
+    for _ in range(3):
+        for found, wanted in zip(run(captured, *example), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+        assert 0 < torch.nn.functional.dropout(torch.ones(1000, device="cuda")).count_nonzero() < 1000
+    assert captured._replays._graphs.refused

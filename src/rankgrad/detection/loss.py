@@ -4,7 +4,8 @@ The paper leaves three choices open that change what is computed. Each is an opt
 that its docstring gives reasons for.
 """
 
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from rankgrad._checks import (
     check_tensor,
     shape_of,
 )
+from rankgrad.ops.backends import Replays
 
 Scores: TypeAlias = Literal["softmax", "sigmoid", "logits"]
 Background: TypeAlias = Literal["negative", "class", "none"]
@@ -115,6 +117,7 @@ class DetectionAPLoss(nn.Module):
         # a part without a share is never asked for
         self.classes = ScoreMemory(part(1 - interclass or 1.0), memory)
         self.across = part(interclass or 1.0)
+        self._replays = Replays()
 
     def extra_repr(self) -> str:
         return (
@@ -133,42 +136,102 @@ class DetectionAPLoss(nn.Module):
         self._check(logits, targets)
         if not len(logits):
             return logits.sum()
-        scores, relevant = self._lists(logits, targets)
-        if self.margin and not self.margin_noise:
-            scores = scores + self._margin(scores.detach(), relevant) * (0.5 - relevant.to(scores.dtype))
+        if self._has_steps(logits, targets):
+            return self._by_steps(logits, targets)
+        relevant = self._relevant(targets, logits.shape[1])
+        scores = self._scores(logits, relevant)
         value = scores.new_zeros(())
         if self.interclass < 1:
-            value = value + (1 - self.interclass) * self.classes.from_scores(scores.t(), relevant.t())
+            value = value + (1 - self.interclass) * self.classes.from_scores(scores, relevant)
         if self.interclass > 0:
             value = value + self.interclass * self.across.from_scores(scores.reshape(-1), relevant.reshape(-1))
         return self.weight * value
+
+    def _has_steps(self, logits: Tensor, targets: Tensor) -> bool:
+        """Whether the call can run without waiting for the device, and so as one graph."""
+        if not 0 < self.interclass < 1:
+            return False
+        regions, classes = len(logits), self._ranked_columns(logits, targets)
+        if any(len(past) != classes for past, _ in self.classes.past):
+            return False  # an error, which the memory has words for
+        length = regions + sum(past.shape[1] for past, _ in self.classes.past)
+        in_lists = self.classes.loss.has_steps(logits, classes, length)
+        return in_lists and self.across.has_steps(logits, 1, classes * regions)
+
+    def _by_steps(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The whole loss as CUDA graphs: its hundreds of launches would take longer than its work."""
+        # a memory may come from a checkpoint of another device
+        scores = [past.to(logits.device, torch.float32) for past, _ in self.classes.past]
+        relevance = [past.to(logits.device) for _, past in self.classes.past]
+        given = (targets.to(logits.device), *scores, *relevance)
+        parts = self.classes.loss.ranker, self.across.ranker
+        settings = (parts, self.margin, self.margin_cap, self.interclass, self.weight, self.scores, self.background)
+        steps = self._steps(self._ranked_columns(logits, targets))
+        value, *seen = self._replays(settings, logits, given, steps) or steps.run(logits, given)
+        self.classes.remember(*seen)
+        return value
+
+    def _steps(self, classes: int) -> Any:
+        """`forward` from targets, past scores and past relevance, in `Steps` that never wait for the device."""
+        from rankgrad.ops.fused.graphs import Steps, side_by_side
+
+        in_classes, in_all = self.classes.loss.score_steps(classes), self.across.score_steps(1)
+
+        def lists_of(targets: Tensor, *past: Tensor) -> tuple[Any, Tensor]:
+            scores, relevance = past[: len(past) // 2], past[len(past) // 2 :]
+            relevant = self._relevant(targets, classes + (self.background == "negative" and targets.ndim == 1))
+            of_classes, most = in_classes.lists(torch.cat((relevant, *relevance), dim=1))
+            of_all, most_of_all = in_all.lists(relevant.reshape(1, -1))
+            return (relevant, scores, of_classes, of_all), torch.cat((most, most_of_all))
+
+        def loss_of(logits: Tensor, begun: Any, widths: Sequence[int]) -> tuple[Tensor, ...]:
+            relevant, past, of_classes, of_all = begun
+            scores = self._scores(logits, relevant)
+            (mean, _), (across, _) = side_by_side(
+                logits.device,
+                lambda: in_classes.loss(torch.cat((scores, *past), dim=1), of_classes, widths[:1]),
+                lambda: in_all.loss(scores.reshape(1, -1), of_all, widths[1:]),
+            )
+            value = self.weight * (1 - self.interclass) * mean + self.weight * self.interclass * across
+            return value, scores.detach(), relevant
+
+        return Steps((classes, 1), lists_of, loss_of)
 
     def reset(self) -> None:
         """Forgets past calls."""
         self.classes.reset()
 
     def _margin(self, scores: Tensor, relevant: Tensor) -> Tensor:
-        """The margin of each class in this call, as a tensor that nobody waits for."""
-        margin = scores.new_full((), self.margin)
+        """[ranked classes, 1] the margin in this call, as a tensor that nobody waits for."""
         if not self.margin_cap:
-            return margin
-        means = [(scores * group).sum(dim=0) / group.sum(dim=0).clamp(min=1) for group in (relevant, ~relevant)]
-        return torch.minimum(margin, ((means[0] - means[1]) / 2).clamp(min=0))
+            return scores.new_full((), self.margin)
+        positives, hits = relevant.sum(dim=1, keepdim=True), (scores * relevant).sum(dim=1, keepdim=True)
+        misses, negatives = scores.sum(dim=1, keepdim=True) - hits, scores.shape[1] - positives
+        lead = hits / positives.clamp(min=1) - misses / negatives.clamp(min=1)
+        return (lead / 2).clamp(0, self.margin)
 
-    def _lists(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and relevance [regions, ranked classes]."""
+    def _scores(self, logits: Tensor, relevant: Tensor) -> Tensor:
+        """[ranked classes, regions] what is ranked, with its margin."""
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.scores == "softmax":
             scores = scores.softmax(dim=1)
         elif self.scores == "sigmoid":
             scores = scores.sigmoid()
+        scores = scores.t()[-len(relevant) :].contiguous()
+        if self.margin and not self.margin_noise:
+            scores = scores + self._margin(scores.detach(), relevant) * (0.5 - relevant.to(scores.dtype))
+        return scores
+
+    def _relevant(self, targets: Tensor, columns: int) -> Tensor:
+        """[ranked classes, regions]."""
         if targets.ndim == 2:
-            return scores, targets > 0
-        columns = torch.arange(scores.shape[1], device=scores.device)
-        if self.background == "none":
-            return scores, targets[:, None] == columns + 1
-        relevant = targets[:, None] == columns
-        return (scores, relevant) if self.background == "class" else (scores[:, 1:], relevant[:, 1:])
+            return (targets > 0).t()
+        first = {"none": 1, "class": 0, "negative": 1}[self.background]
+        last = columns + (self.background == "none")
+        return torch.arange(first, last, device=targets.device)[:, None] == targets
+
+    def _ranked_columns(self, logits: Tensor, targets: Tensor) -> int:
+        return logits.shape[1] - (targets.ndim == 1 and self.background == "negative")
 
     def _check(self, logits: Tensor, targets: Tensor) -> None:
         caller = type(self).__name__

@@ -20,10 +20,8 @@ class AveragePrecision:
     """1 - AP, the mean over relevant items of rank among the relevant / rank among all (RaMBO eq. 21-22)."""
 
     def __call__(self, ranks: Ranks) -> Tensor:
-        # a bin that nothing has reached yet has rank 0 and mass 0
-        reached = ranks.rank > 0
-        precision = ranks.positive_rank / torch.where(reached, ranks.rank, 1)
-        return 1 - ranks.mean(torch.where(reached, precision, 0))
+        # a bin that nothing has reached yet has rank 0, rank 0 among the relevant and mass 0
+        return 1 - ranks.mean(ranks.positive_rank / ranks.rank.clamp(min=1e-30))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The general form of every loss here: scores x ranker x objective."""
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from rankgrad.ops.backends import (
     Backend,
     Mixture,
     Precision,
+    Replays,
     fused_door,
     normalized,
     resolve,
@@ -98,7 +99,7 @@ class RankLoss(nn.Module):
         self.backend, self.precision, self.validate = backend, precision, validate
         self.cuda_graphs = cuda_graphs
         self.own_is_ranked = False
-        self._graphs: Any = None
+        self._replays = Replays()
 
     @property
     def name(self) -> str:
@@ -215,44 +216,37 @@ class RankLoss(nn.Module):
 
     def _replay(self, embeddings: Tensor, labels: Tensor) -> Tensor | None:
         """The loss of a small batch as CUDA graphs; None where it must run as usual."""
-        from rankgrad.ops.fused.graphs import MOST_ROWS, Recipe
+        from rankgrad.ops.fused.graphs import MOST_ROWS, Steps
 
         if len(embeddings) > MOST_ROWS:
             return None
         precision = resolve_precision(self.precision, embeddings)
 
-        def plan(lists: LabelLists, unit: Tensor, width: int) -> Plan:
-            door = fused_door(lists, embeddings.device, precision, unit_rows=self.normalize, width=width)
-            return Plan(door, self.ranker, self.objective, unit)
+        def lists_of(given: Tensor) -> tuple[LabelLists, Tensor]:
+            lists = LabelLists.build(given, own_is_ranked=self.own_is_ranked)
+            return lists, lists.num_relevant.amax()[None]
 
-        recipe = Recipe(
-            lists=partial(LabelLists.build, own_is_ranked=self.own_is_ranked),
-            shares=partial(self._shares, like=embeddings),
-            prepare=self.prepared,
-            plan=plan,
-            reduce=self._reduce,
-        )
+        def loss_of(leaf: Tensor, lists: LabelLists, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+            door = fused_door(lists, leaf.device, precision, unit_rows=self.normalize, width=widths[0])
+            return self._by_door(door, lists.num_relevant, self.prepared(leaf))
+
         labels = labels.to(embeddings.device, torch.long, non_blocking=True)
-        return self._replayed(embeddings, labels, recipe, precision)
+        steps = Steps((len(embeddings),), lists_of, loss_of)
+        return self._replayed(embeddings, labels, steps, self.normalize, self.own_is_ranked, precision)
 
-    def _replayed(self, leaf: Tensor, given: Tensor, recipe: Any, *differs: Any) -> Tensor | None:
+    def _replayed(self, leaf: Tensor, given: Tensor, steps: Any, *differs: Any) -> Tensor | None:
         """The loss of `leaf` by graphs that were captured with the settings of now and what else `differs`."""
-        from rankgrad.ops.fused.graphs import Graphs
-
-        if self._graphs is None:
-            self._graphs = Graphs()
-        settings = (self.ranker, self.objective, self.reduction, self.empty_query, self.normalize, self.own_is_ranked)
-        key = (leaf.shape, leaf.dtype, leaf.device, given.dtype, *settings, *differs)
-        replayed = self._graphs.run(key, leaf, given, recipe)
+        settings = (self.ranker, self.objective, self.reduction, self.empty_query, *differs)
+        replayed = self._replays(settings, leaf, (given,), steps)
         if replayed is None:
             return None
-        loss: Tensor
-        loss, self.used_queries = replayed
-        return loss
+        self.used_queries = replayed[1].clone()
+        return replayed[0]
 
-    def __getstate__(self) -> dict[str, Any]:
-        # graphs belong to this process and this object
-        return {**self.__dict__, "_graphs": None}
+    def _by_door(self, door: Any, num_relevant: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and the used queries, without waiting for anything."""
+        used, unit = self._shares(num_relevant, tensor)
+        return self._reduce(rank_losses(Plan(door, self.ranker, self.objective, unit), tensor), unit), used
 
     def from_scores(self, scores: Tensor, relevance: Tensor, *, candidates: Tensor | None = None) -> Tensor:
         """Loss of ready scores [Q, n], or of one list [n], higher is nearer. The query itself must not be among them.
@@ -266,11 +260,13 @@ class RankLoss(nn.Module):
         if scores.ndim == 1:
             scores, relevance = scores[None], relevance[None]
             candidates = None if candidates is None else candidates[None]
-        backend = resolve(self.backend, scores, self.ranker, caller=self.name, given=True)
-        if backend == "triton" and candidates is None and self._may_capture(scores):
-            captured = self._replay_scores(scores, relevance)
-            if captured is not None:
-                return captured
+        if candidates is None and self.has_steps(scores, *scores.shape):
+            steps = self.score_steps(len(scores))
+            captured = self._replayed(scores, relevance, steps)
+            if captured is None:
+                captured, self.used_queries = steps.run(scores, (relevance,))
+            return captured
+        backend = resolve(self.backend, scores, self.ranker, caller=self.name, given=(scores.shape[0], scores.shape[1]))
         lists = ScoreLists.build(relevance, candidates)
         unit = self._count_queries(lists.num_relevant, scores)
         if backend == "reference":
@@ -278,32 +274,29 @@ class RankLoss(nn.Module):
             return self._reduce(losses, unit)
         return self._run(score_door(lists, backend), unit, scores)
 
-    def _replay_scores(self, scores: Tensor, relevance: Tensor) -> Tensor | None:
-        """The loss of lists with so few scores that launches cost more than work; None where there are more."""
-        from rankgrad.ops.fused.door import rounded_width
-        from rankgrad.ops.fused.graphs import Recipe
-        from rankgrad.ops.fused.lists import MOST_CAPTURED, counted, padded_door
+    def has_steps(self, like: Tensor, queries: int, length: int) -> bool:
+        """Whether `score_steps` can run for lists of scores like these, so short that launches cost more than work."""
+        if not self._may_capture(like):
+            return False
+        if resolve(self.backend, like, self.ranker, caller=self.name, given=(queries, length)) != "triton":
+            return False
+        from rankgrad.ops.fused.lists import MOST_CAPTURED
 
-        if scores.numel() > MOST_CAPTURED:
-            return None
+        return queries * length <= MOST_CAPTURED
 
-        def plan(lists: ScoreLists, unit: Tensor, width: int) -> Plan:
-            return Plan(padded_door(lists, width), self.ranker, self.objective, unit)
+    def score_steps(self, queries: int) -> Any:
+        """The loss of lists of scores from relevance and scores, in `Steps` that never wait for the device."""
+        from rankgrad.ops.fused.graphs import Steps
+        from rankgrad.ops.fused.lists import Counted
 
-        recipe = Recipe(
-            lists=counted,
-            shares=partial(self._shares, like=scores),
-            prepare=lambda given: given.view_as(given),
-            plan=plan,
-            reduce=self._reduce,
-        )
-        replayed = self._replayed(scores, relevance, recipe)
-        if replayed is not None:
-            return replayed
-        # the same by single launches, which also compiles every kernel before a capture
-        lists = counted(relevance)
-        unit = self._count_queries(lists.num_relevant, scores)
-        return self._reduce(rank_losses(plan(lists, unit, rounded_width(int(lists.num_relevant.amax()))), scores), unit)
+        def lists_of(relevance: Tensor) -> tuple[Counted, Tensor]:
+            lists = Counted.of(relevance)
+            return lists, lists.num_relevant.amax()[None]
+
+        def loss_of(leaf: Tensor, lists: Counted, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+            return self._by_door(lists.door(widths[0]), lists.num_relevant, leaf)
+
+        return Steps((queries,), lists_of, loss_of)
 
     def _run(self, door: Any, unit: Tensor, *tensors: Tensor) -> Tensor:
         draws = isinstance(self.ranker, Blackbox) and self.ranker.margin_noise

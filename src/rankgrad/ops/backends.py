@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,21 +22,21 @@ PRECISIONS = ("auto", "fast", "high")
 
 
 def resolve(
-    backend: Backend, scores_of: Tensor, ranker: Ranker, *, caller: str, given: bool = False
+    backend: Backend, scores_of: Tensor, ranker: Ranker, *, caller: str, given: tuple[int, int] | None = None
 ) -> Literal["triton", "tiled", "reference"]:
-    """The backend for embeddings such as `scores_of`, or for these scores [Q, n] where they are `given`.
+    """The backend for embeddings such as `scores_of`, or for scores such as these, `given` as so many lists of such length.
 
     On a CPU the kernels run only on request, in Triton's interpreter.
     """
     if backend in ("tiled", "reference") or (backend == "auto" and not scores_of.is_cuda):
         return "reference" if backend == "reference" else "tiled"
-    reason = _obstacle(scores_of, ranker, given)
+    reason = _obstacle(scores_of, ranker, given is not None)
     if reason and backend == "triton":
         raise RuntimeError(f"{caller}: backend='triton' cannot run here: {reason}; use backend='auto' or 'tiled'")
-    if reason is None and given and backend == "auto":
+    if reason is None and given is not None and backend == "auto":
         from rankgrad.ops.fused.lists import suits
 
-        return "triton" if suits(scores_of) else "tiled"
+        return "triton" if suits(*given) else "tiled"
     return "tiled" if reason else "triton"
 
 
@@ -120,3 +120,21 @@ def score_door(lists: ScoreLists, backend: Literal["triton", "tiled"]) -> Callab
     from rankgrad.ops.fused.lists import FusedScoreDoor
 
     return partial(FusedScoreDoor, lists=lists)
+
+
+class Replays:
+    """The CUDA graphs of one loss. They belong to this process and this object: a copy begins without any."""
+
+    _graphs: Any = None
+
+    def __call__(self, settings: Any, leaf: Tensor, given: tuple[Tensor, ...], steps: Any) -> tuple[Tensor, ...] | None:
+        """What `Graphs.run` gives: the loss of `steps` at `leaf`, or None where it must run as usual."""
+        from rankgrad.ops.fused.graphs import Graphs
+
+        if self._graphs is None:
+            self._graphs = Graphs()
+        replayed: tuple[Tensor, ...] | None = self._graphs.run(settings, leaf, given, steps)
+        return replayed
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}

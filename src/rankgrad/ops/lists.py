@@ -150,7 +150,7 @@ class ScoreLists:
     list_length: Tensor  # [Q]
     column: Tensor  # [pairs] columns of the relevant items, row after row, ascending
     first: Tensor  # [Q] where a row begins in `column`
-    width: int | None = None  # most relevant items of a row, if rows of `column` are padded to it
+    width: int | None = None  # most relevant items of a row, if those of `column` are padded to it, in the caller's order
 
     @classmethod
     def build(cls, relevance: Tensor, ranked: Tensor | None) -> "ScoreLists":
@@ -185,8 +185,8 @@ class ScoreLists:
         return len(self.query_order) == 1 and self.width is None
 
     def rows(self, chunk: slice) -> Tensor | slice:
-        """The rows of a chunk of the query order, to index a matrix with. Those of a single list are a view."""
-        return chunk if self.single else self.query_order[chunk]
+        """The rows of a chunk of the query order, to index a matrix with: a view, where the order is the caller's."""
+        return chunk if self.single or self.width is not None else self.query_order[chunk]
 
     def most_relevant(self, chunks: list[slice]) -> list[int]:
         """Most relevant items of a row in each chunk."""
@@ -207,11 +207,15 @@ class ScoreLists:
             return self.column[None], torch.ones(1, width, dtype=torch.bool, device=self.column.device)
         step = torch.arange(width, device=self.column.device)
         valid = step < self.num_relevant[rows, None]
+        if self.width is not None:
+            return self.column.view(-1, self.width)[rows], valid
         return self.column[torch.where(valid, self.first[rows, None] + step, 0)], valid
 
     def at(self, matrix: Tensor, rows: Tensor | slice, columns: Tensor) -> Tensor:
         """[B, width] entries of a matrix of the lists' shape at `columns` of `rows`."""
-        return matrix[0].index_select(0, columns[0])[None] if isinstance(rows, slice) else matrix[rows[:, None], columns]
+        if isinstance(rows, slice):
+            return matrix[0].index_select(0, columns[0])[None] if self.single else matrix[rows].gather(1, columns)
+        return matrix[rows[:, None], columns]
 
 
 def _true_per_row(mask: Tensor) -> Tensor:

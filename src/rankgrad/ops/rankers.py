@@ -254,7 +254,7 @@ class Blackbox(Ranker):
         return prepared.reached_by(self._shifted(tile, key))
 
     def ranks(self, counts: Tensor, relevant: Relevant, prepared: Thresholds) -> Ranks:
-        return _item_ranks(counts, _proper_ranks(prepared, relevant), relevant)
+        return _as_ranks(*_proper_ranks(counts, prepared, relevant), relevant)
 
     def aim(
         self, grads: tuple[Tensor, ...], relevant: Relevant, prepared: Thresholds, share: Share
@@ -281,8 +281,8 @@ class Blackbox(Ranker):
     ) -> Tensor:
         perturbed, scale = aimed
         assert pulled is not None, "perturbed ranks are counted by every pass"
-        moved = pulled - counts + _proper_ranks(perturbed, relevant) - _proper_ranks(prepared, relevant)
-        return relevant.fill(moved * scale, 0).to(relevant.scores.dtype)
+        (moved, _), (rank, _) = _proper_ranks(pulled, perturbed, relevant), _proper_ranks(counts, prepared, relevant)
+        return ((moved - rank) * scale).to(relevant.scores.dtype)
 
 
 @dataclass(frozen=True)
@@ -378,17 +378,29 @@ def _columns(columns: list[Tensor], tile: Tensor) -> Tensor:
 
 def _item_ranks(counts: Tensor, positive_rank: Tensor, relevant: Relevant) -> Ranks:
     """Ranks with one entry per relevant item, from the irrelevant items ahead of it and its rank among the relevant."""
-    dtype = relevant.rank_dtype
-    positive_rank = relevant.fill(positive_rank, 1).to(dtype)
-    rank = relevant.fill(counts, 0).to(dtype) + positive_rank
-    mass = relevant.entry_gains if relevant.gains is None else relevant.valid.to(dtype)
+    return _as_ranks(*_filled(counts, positive_rank, relevant), relevant)
+
+
+def _filled(counts: Tensor, positive_rank: Tensor, relevant: Relevant) -> tuple[Tensor, Tensor]:
+    """[B, P] rank among all and among the relevant, both 1 at the padding."""
+    positive_rank = relevant.fill(positive_rank, 1).to(relevant.rank_dtype)
+    return relevant.fill(counts, 0).to(relevant.rank_dtype) + positive_rank, positive_rank
+
+
+def _as_ranks(rank: Tensor, positive_rank: Tensor, relevant: Relevant) -> Ranks:
+    mass = relevant.entry_gains if relevant.gains is None else relevant.valid.to(relevant.rank_dtype)
     return relevant.as_ranks(rank, positive_rank, mass, relevant.entry_gains)
 
 
-def _proper_ranks(thresholds: Thresholds, relevant: Relevant) -> Tensor:
-    """[B, P] int64 rank of each relevant item among the relevant: the higher score first, then the earlier item."""
-    if relevant.full:
-        return thresholds.ranks
-    # padding is infinite and last in its row: ahead of every item but of infinite ones
-    padding = (~relevant.valid).sum(dim=1, keepdim=True)
-    return torch.where(thresholds.values == torch.inf, thresholds.ranks, thresholds.ranks - padding)
+def _proper_ranks(counts: Tensor, thresholds: Thresholds, relevant: Relevant) -> tuple[Tensor, Tensor]:
+    """[B, P] rank of each relevant item among all and among the relevant: the higher score first, then the earlier item."""
+    if relevant.fused:
+        from rankgrad.ops.fused.rows import proper_ranks
+
+        return proper_ranks(counts, thresholds, relevant.num_relevant, relevant.rank_dtype)
+    among = thresholds.ranks
+    if not relevant.full:
+        # padding is infinite and last in its row: ahead of every item but of infinite ones
+        padding = relevant.valid.shape[1] - relevant.num_relevant[:, None]
+        among = torch.where(thresholds.values == torch.inf, among, among - padding)
+    return _filled(counts, among, relevant)

@@ -270,6 +270,8 @@ class EmbeddingDoor(TiledDoor):
 class ScoreDoor(TiledDoor):
     """Scores are given as a matrix, one list per row."""
 
+    fused = False  # whether kernels compare the relevant items with each other, see `Relevant`
+
     def __init__(self, scores: Tensor, lists: ScoreLists) -> None:
         self.scores, self.lists = scores, lists
         self.order = lists.query_order
@@ -288,6 +290,7 @@ class ScoreDoor(TiledDoor):
         return Relevant(
             scores=scores if self.lists.single else scores.masked_fill_(~valid, torch.inf),
             full=self.lists.single,
+            fused=self.fused,
             valid=valid,
             gains=None if grades is None else self.lists.at(grades, rows, columns).to(self.dtype),
             num_relevant=self.lists.num_relevant[rows],

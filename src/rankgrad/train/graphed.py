@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankgrad._captures import forget_failed_capture
+
 
 class GraphedPass:
     """Replaces the training pass of `model` over batches of one shape by graphs, from the second step on.
@@ -31,7 +33,7 @@ class GraphedPass:
         # a layer that waits for the device, no memory for a second set of activations, or hooks, which torch asserts away
         except (RuntimeError, AssertionError) as error:
             self.give_up()
-            torch.cuda.synchronize(images.device)
+            forget_failed_capture(images.device)
             return str(error).partition("\n")[0]
         finally:
             for buffer, value in buffers:

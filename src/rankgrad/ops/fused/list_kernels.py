@@ -75,7 +75,8 @@ def table_kernel(
     i_block = tl.program_id(0) % blocks
     descending += i * P
     if MAKE_MAP:
-        padding = tl.minimum(P - tl.load(num_relevant + tl.load(rows + i)), P - 1)
+        # there are more relevant items than thresholds where the padding was too narrow, and the result will not be used
+        padding = tl.maximum(tl.minimum(P - tl.load(num_relevant + tl.load(rows + i)), P - 1), 0)
         # infinite scores must not stretch the map
         top = tl.minimum(tl.maximum(tl.load(descending + padding), -3.0e38), 3.0e38)
         bottom = tl.minimum(tl.maximum(tl.load(descending + P - 1), -3.0e38), 3.0e38)
@@ -150,22 +151,22 @@ def land_kernel(d_relevant, columns, num_relevant, first, rows, gradient, n, P, 
     i = (tl.program_id(0) // blocks).to(tl.int64)
     o_p = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + i)
-    m_p = o_p < tl.load(num_relevant + row)
+    m_p = (o_p < tl.load(num_relevant + row)) & (o_p < P)
     b_column = tl.load(columns + tl.load(first + row) + o_p, mask=m_p, other=0)
     b_gradient = tl.load(d_relevant + i * P + o_p, mask=m_p, other=0.0)
     tl.store(gradient + row * n + b_column, b_gradient.to(gradient.dtype.element_ty), mask=m_p)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def column_kernel(relevant, before, columns, n, P, blocks, STORE: tl.constexpr, BLOCK: tl.constexpr):
-    """before[i, block] = relevant items of the block; STORE: it holds those of the blocks before, and columns[i] is filled."""
+def column_kernel(relevant, counts, columns, n, P, blocks, STORE: tl.constexpr, BLOCK: tl.constexpr):
+    """counts[i, block] = relevant items of the block; STORE: it holds those up to the block's end, and columns[i] is filled."""
     i = (tl.program_id(0) // blocks).to(tl.int64)
     i_block = tl.program_id(0) % blocks
     o_n = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_is = (tl.load(relevant + i * n + o_n, mask=o_n < n, other=0) != 0).to(tl.int32)
-    p_before = before + i * blocks + i_block
+    p_count = counts + i * blocks + i_block
     if STORE:
-        o_p = tl.load(p_before) + tl.cumsum(b_is, 0) - b_is
+        o_p = tl.load(p_count) - tl.sum(b_is, 0) + tl.cumsum(b_is, 0) - b_is
         tl.store(columns + i * P + o_p, o_n, mask=(b_is != 0) & (o_p < P))
     else:
-        tl.store(p_before, tl.sum(b_is, 0))
+        tl.store(p_count, tl.sum(b_is, 0))

@@ -1,7 +1,7 @@
 """The score door of the fused kernels, for exact ranks of long lists."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -37,34 +37,53 @@ def supports(ranker: Ranker) -> bool:
     return isinstance(ranker, Exact) or (isinstance(ranker, Blackbox) and not ranker.margin_noise)
 
 
-def suits(scores: Tensor) -> bool:
-    """Whether the kernels are worth it for a matrix of lists [Q, n]."""
-    return scores.shape[0] <= MOST_LISTS and scores.shape[1] >= SHORTEST_LIST
+def suits(lists: int, length: int) -> bool:
+    """Whether the kernels are worth it for so many lists of such length."""
+    return lists <= MOST_LISTS and length >= SHORTEST_LIST
 
 
-def counted(relevance: Tensor) -> ScoreLists:
-    """The lists of a relevance matrix, without the columns of relevant items. Waits for nothing, so that it can be captured."""
-    grades = None if relevance.dtype == torch.bool else relevance
-    is_relevant = relevance if grades is None else relevance > 0
-    num_relevant = is_relevant.sum(dim=1)
-    length = torch.full_like(num_relevant, relevance.shape[1])
-    order = torch.arange(len(relevance), device=relevance.device)
-    return ScoreLists(is_relevant, grades, None, order, num_relevant, length, order, order, width=0)
+@dataclass(frozen=True)
+class Counted:
+    """A relevance matrix of which all is known but the columns of relevant items. Nothing waits, so it can be captured."""
+
+    is_relevant: Tensor  # [Q, n] contiguous
+    grades: Tensor | None
+    until: Tensor  # [Q, blocks] int32 relevant items up to the end of each block of columns
+    num_relevant: Tensor  # [Q]
+
+    @classmethod
+    def of(cls, relevance: Tensor) -> "Counted":
+        grades = None if relevance.dtype == torch.bool else relevance
+        is_relevant = (relevance if grades is None else relevance > 0).contiguous()
+        queries, n = relevance.shape
+        found = torch.empty(queries, triton.cdiv(n, BLOCK), dtype=torch.int32, device=relevance.device)
+        _columns(is_relevant, found, found, store=False)
+        until = found.cumsum(dim=1, dtype=torch.int32)
+        return cls(is_relevant, grades, until, until[:, -1].long())
+
+    def padded(self, width: int) -> ScoreLists:
+        """The lists with the columns of the first `width` relevant items of each."""
+        queries, n = self.is_relevant.shape
+        device, width = self.until.device, max(width, 1)
+        columns = torch.zeros(queries, width, dtype=torch.long, device=device)
+        _columns(self.is_relevant, self.until, columns, store=True)
+        order = torch.arange(queries, device=device)
+        length, first = torch.full_like(order, n), torch.arange(0, queries * width, width, device=device)
+        return ScoreLists(
+            self.is_relevant, self.grades, None, order, self.num_relevant, length, columns.view(-1), first, width
+        )  # fmt: skip
+
+    def door(self, width: int) -> "Callable[[Tensor], FusedScoreDoor]":
+        """Opens a matrix of scores over lists with at most `width` relevant items."""
+        return lambda scores: FusedScoreDoor(scores, self.padded(width))
 
 
-def padded(lists: ScoreLists, width: int) -> ScoreLists:
-    """The same with the columns of the first `width` relevant items of every list; waits for nothing either."""
-    queries, n = lists.is_relevant.shape
-    width, blocks = max(width, 1), triton.cdiv(n, BLOCK)
-    relevant = lists.is_relevant.contiguous().view(torch.uint8)
-    columns = torch.zeros(queries, width, dtype=torch.long, device=relevant.device)
-    found = torch.empty(queries, blocks, dtype=torch.int32, device=relevant.device)
-    grid = (queries * blocks,)
-    kernels.column_kernel[grid](relevant, found, columns, n, width, blocks, STORE=False, BLOCK=BLOCK)
-    before = found.cumsum(dim=1, dtype=torch.int32).sub_(found)
-    kernels.column_kernel[grid](relevant, before, columns, n, width, blocks, STORE=True, BLOCK=BLOCK)
-    first = torch.arange(0, queries * width, width, device=relevant.device)
-    return replace(lists, column=columns.view(-1), first=first, width=width)
+def _columns(is_relevant: Tensor, counts: Tensor, columns: Tensor, *, store: bool) -> None:
+    queries, blocks = counts.shape
+    kernels.column_kernel[(queries * blocks,)](
+        is_relevant.view(torch.uint8), counts, columns, is_relevant.shape[1], columns.shape[1], blocks,
+        STORE=store, BLOCK=BLOCK,
+    )  # fmt: skip
 
 
 class Tables:
@@ -93,6 +112,8 @@ class Tables:
 
 class FusedScoreDoor(ScoreDoor):
     """Few long lists as a matrix of scores, for `Exact` and `Blackbox`."""
+
+    fused = True
 
     def __init__(self, scores: Tensor, lists: ScoreLists) -> None:
         super().__init__(scores, lists)
@@ -150,8 +171,3 @@ class FusedScoreDoor(ScoreDoor):
                     self.scores.shape[1], tables.width, blocks, BLOCK=BLOCK,
                 )  # fmt: skip
         return (self.d_scores,)
-
-
-def padded_door(lists: ScoreLists, width: int) -> Callable[[Tensor], FusedScoreDoor]:
-    """Opens a matrix of scores over `counted` lists with at most `width` relevant items without waiting for the device."""
-    return lambda scores: FusedScoreDoor(scores, padded(lists, width))

@@ -1,4 +1,4 @@
-"""Triton kernels of L2 normalisation: a program is a row."""
+"""Triton kernels for rows: L2 normalisation, and how the relevant items of a query stand to each other."""
 
 import triton
 import triton.language as tl
@@ -58,3 +58,21 @@ def among_bwd_kernel(scores, weights, num_relevant, out, P, inverse_tau, BX: tl.
         b_slope = tl.where(o_y[None, :] < count, b_ahead * (1.0 - b_ahead), 0.0)
         b_sum += tl.sum((b_wy[None, :] - b_wx[:, None]) * b_slope, 1)
     tl.store(out + i * P + o_x, tl.where(o_x < count, b_sum, 0.0), mask=o_x < P)
+
+
+@triton.jit
+def proper_kernel(ahead, order, descending, num_relevant, rank, among, P, BLOCK: tl.constexpr):
+    """Ranks of the items of a row [P] from their places in descending order and the irrelevant ones ahead; 1 for padding."""
+    i = tl.program_id(0).to(tl.int64)
+    o_place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_place = o_place < P
+    count = tl.load(num_relevant + i)
+    b_item = tl.load(order + i * P + o_place, mask=m_place, other=0)
+    b_value = tl.load(descending + i * P + o_place, mask=m_place, other=0.0)
+    m_real = m_place & (b_item < count)
+    # padding is infinite and last in its row: ahead of every item but of infinite ones
+    b_among = o_place + 1 - tl.where(b_value == float("inf"), 0, P - count)
+    b_among = tl.where(m_real, b_among, 1)
+    b_ahead = tl.load(ahead + i * P + b_item, mask=m_real, other=0)
+    tl.store(among + i * P + b_item, b_among.to(among.dtype.element_ty), mask=m_place)
+    tl.store(rank + i * P + b_item, (b_among + b_ahead).to(rank.dtype.element_ty), mask=m_place)

@@ -6,7 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops.fused.row_kernels import among_bwd_kernel, among_kernel, unit_bwd_kernel, unit_kernel
+from rankgrad.ops.counting import Thresholds
+from rankgrad.ops.fused.row_kernels import among_bwd_kernel, among_kernel, proper_kernel, unit_bwd_kernel, unit_kernel
 
 # as torch.nn.functional.normalize has it: a row of zeros stays one
 SMALLEST_LENGTH = 1e-12
@@ -51,6 +52,17 @@ def ahead_among_backward(scores: Tensor, weights: Tensor, num_relevant: Tensor, 
     if out.numel():
         among_bwd_kernel[_grid(out)](scores, weights.contiguous(), num_relevant, out, out.shape[1], 1 / tau, **_blocks(out))
     return out
+
+
+def proper_ranks(ahead: Tensor, thresholds: Thresholds, num_relevant: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[B, P] ranks of relevant items among all and among the relevant, from the irrelevant ones ahead of each."""
+    descending, order = thresholds.descending
+    rank, among = (torch.empty(order.shape, dtype=dtype, device=order.device) for _ in range(2))
+    if rank.numel():
+        block = min(256, triton.next_power_of_2(rank.shape[1]))
+        grid = len(rank), triton.cdiv(rank.shape[1], block)
+        proper_kernel[grid](ahead.contiguous(), order, descending, num_relevant, rank, among, rank.shape[1], BLOCK=block)
+    return rank, among
 
 
 def _blocks(rows: Tensor) -> dict[str, int]:
