@@ -56,12 +56,16 @@ OMNIGLOT = replace(
     size=64,
     stored_side=72,
     batch_size=960,
-    trunk="resnet18",
-    # from random weights a ResNet learns with the statistics of its batches
+    # for those who change the trunk: from random weights a ResNet learns with the statistics of its batches
     batch_norm="live",
     dim=128,
-    lr=1e-3,
-    epochs=30,
+    # embeddings of random weights lie in nearly one direction, and the first steps would throw them together
+    whiten=True,
+    # of 3e-4, 1e-3, 3e-3 and 1e-2 the best on validation classes, with each of five losses
+    lr=3e-3,
+    warmup=0.0,
+    warmup_steps=25,
+    epochs=20,
     precision="bf16",
 )
 CARS_SMALL = Recipe(
