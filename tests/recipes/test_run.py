@@ -384,6 +384,14 @@ def test_whitening_sets_the_first_linear_layer(tree):
     assert isinstance(model.head.linear, nn.Linear)
 
 
+def test_the_direction_that_layer_norm_takes_away_is_not_remarked_on():
+    from rankgrad.recipes.models import make_model, whiten
+
+    recipe = find("glyphs-recall-at-k")
+    shelf = Shelf(Place(None, CPU))
+    assert whiten(recipe, make_model(recipe, CPU), shelf.part(recipe, "train"), shelf.place) == []
+
+
 def test_the_plan_needs_no_data(capsys):
     assert cli.main(["plan", "cub-recall-at-k", "--debug", "--device", "cpu"]) == 0
     out = capsys.readouterr().out

@@ -28,10 +28,12 @@ class Whitening:
     Attributes:
         mean: [D], float64.
         projection: [D, D], float64, rows by descending variance of what they give.
+        spanned: directions in which matching descriptors differ, D if nothing was added.
     """
 
     mean: Tensor
     projection: Tensor
+    spanned: int
 
     def apply(self, descriptors: Tensor, dim: int | None = None) -> Tensor:
         """Unit rows [N, dim] of descriptors [N, D], in their own type; `dim` None keeps D."""
@@ -72,14 +74,14 @@ def learn_whitening(descriptors: Tensor, labels: Tensor) -> Whitening:
     within = X - centres[classes]
     differences = (within * weight[:, None]).T @ within / len(X)
 
-    root = _inverse_root(differences, max(SINGULAR, SINGULAR_OF_EPS * torch.finfo(descriptors.dtype).eps))
+    root, spanned = _inverse_root(differences, max(SINGULAR, SINGULAR_OF_EPS * torch.finfo(descriptors.dtype).eps))
     mean = X.mean(dim=0)
     whitened = (X - mean) @ root
     _, axes = torch.linalg.eigh(whitened.T @ whitened / len(X))
-    return Whitening(mean, axes.flip(1).T @ root)
+    return Whitening(mean, axes.flip(1).T @ root, spanned)
 
 
-def _inverse_root(covariance: Tensor, singular: float) -> Tensor:
+def _inverse_root(covariance: Tensor, singular: float) -> tuple[Tensor, int]:
     values, vectors = torch.linalg.eigh(covariance)
     largest = values[-1]
     if not bool(largest > 0):
@@ -93,8 +95,7 @@ def _inverse_root(covariance: Tensor, singular: float) -> Tensor:
             stacklevel=3,
         )
         values = values.clamp(min=0) + RIDGE * values.mean()
-    root: Tensor = (vectors / values.sqrt()) @ vectors.T
-    return root
+    return (vectors / values.sqrt()) @ vectors.T, spanned
 
 
 @torch.no_grad()
