@@ -6,8 +6,15 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from train.tiny import Vectors, network
 
+import rankgrad as rg
+from rankgrad.train.checkpoints import RunFolder
+from rankgrad.train.errors import TrainingError
 from rankgrad.train.graphed import GraphedPass
+from rankgrad.train.loop import fit
+from rankgrad.train.settings import TrainSettings
+from rankgrad.train.stepping import Stepper
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ROUNDING = 2e-2  # of 16 bits; convolutions may take other algorithms while they are recorded
@@ -121,6 +128,7 @@ def test_trouble_is_told_in_one_line_and_the_network_runs_as_usual(recorder, mon
     forgotten = []
     monkeypatch.setattr("rankgrad.train.graphed.forget_failed_capture", forgotten.append)
     model, images = Network(), on_gpu(4, 3)
+    model.register_buffer("anchor", torch.ones(2, requires_grad=True))  # which torch refuses to record
     recorder.trouble = kind("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
     graphed = GraphedPass(model, None)
     said = [graphed.before_step(images, whole=True) for _ in range(3)]
@@ -163,6 +171,19 @@ def test_giving_up_brings_the_plain_pass_back(recorder):
     assert recorder.replays == 0
     assert "forward" not in vars(model)
     graphed.give_up()  # as a second lack of memory does
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_training_leaves_the_model_as_it_was_handed_in(tmp_path, monkeypatch, ends):
+    released = []
+    monkeypatch.setattr(Stepper, "release", lambda stepper: released.append(stepper.model))
+    model, settings = network(), TrainSettings(steps=3, tensorboard="off")
+    if ends == "well":
+        fit(model, rg.RecallAtKLoss(), Vectors(), settings, RunFolder(tmp_path), device="cpu")
+    else:
+        with pytest.raises(TrainingError, match="loss is nan"):
+            fit(model, lambda x, labels: x.sum() * torch.nan, Vectors(), settings, RunFolder(tmp_path), device="cpu")
+    assert released == [model]
 
 
 def test_giving_up_leaves_a_pass_that_was_there_before(recorder):

@@ -5,7 +5,7 @@ that its docstring gives reasons for.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from rankgrad._checks import (
     shape_of,
 )
 from rankgrad.ops.backends import Replays
+
+if TYPE_CHECKING:
+    from rankgrad.ops.fused.graphs import Steps
 
 Scores: TypeAlias = Literal["softmax", "sigmoid", "logits"]
 Background: TypeAlias = Literal["negative", "class", "none"]
@@ -138,7 +141,7 @@ class DetectionAPLoss(nn.Module):
             return logits.sum()
         if self._has_steps(logits, targets):
             return self._by_steps(logits, targets)
-        relevant = self._relevant(targets, logits.shape[1])
+        relevant = self._relevant(targets, self._ranked_classes(logits, targets))
         scores = self._scores(logits, relevant)
         value = scores.new_zeros(())
         if self.interclass < 1:
@@ -151,7 +154,7 @@ class DetectionAPLoss(nn.Module):
         """Whether the call can run without waiting for the device, and so as one graph."""
         if not 0 < self.interclass < 1:
             return False
-        regions, classes = len(logits), self._ranked_columns(logits, targets)
+        regions, classes = len(logits), self._ranked_classes(logits, targets)
         if any(len(past) != classes for past, _ in self.classes.past):
             return False  # an error, which the memory has words for
         length = regions + sum(past.shape[1] for past, _ in self.classes.past)
@@ -166,12 +169,12 @@ class DetectionAPLoss(nn.Module):
         given = (targets.to(logits.device), *scores, *relevance)
         parts = self.classes.loss.ranker, self.across.ranker
         settings = (parts, self.margin, self.margin_cap, self.interclass, self.weight, self.scores, self.background)
-        steps = self._steps(self._ranked_columns(logits, targets))
+        steps = self._steps(self._ranked_classes(logits, targets))
         value, *seen = self._replays(settings, logits, given, steps) or steps.run(logits, given)
         self.classes.remember(*seen)
         return value
 
-    def _steps(self, classes: int) -> Any:
+    def _steps(self, classes: int) -> "Steps":
         """`forward` from targets, past scores and past relevance, in `Steps` that never wait for the device."""
         from rankgrad.ops.fused.graphs import Steps, side_by_side
 
@@ -179,7 +182,7 @@ class DetectionAPLoss(nn.Module):
 
         def lists_of(targets: Tensor, *past: Tensor) -> tuple[Any, Tensor]:
             scores, relevance = past[: len(past) // 2], past[len(past) // 2 :]
-            relevant = self._relevant(targets, classes + (self.background == "negative" and targets.ndim == 1))
+            relevant = self._relevant(targets, classes)
             of_classes, most = in_classes.lists(torch.cat((relevant, *relevance), dim=1))
             of_all, most_of_all = in_all.lists(relevant.reshape(1, -1))
             return (relevant, scores, of_classes, of_all), torch.cat((most, most_of_all))
@@ -222,15 +225,14 @@ class DetectionAPLoss(nn.Module):
             scores = scores + self._margin(scores.detach(), relevant) * (0.5 - relevant.to(scores.dtype))
         return scores
 
-    def _relevant(self, targets: Tensor, columns: int) -> Tensor:
+    def _relevant(self, targets: Tensor, classes: int) -> Tensor:
         """[ranked classes, regions]."""
         if targets.ndim == 2:
             return (targets > 0).t()
-        first = {"none": 1, "class": 0, "negative": 1}[self.background]
-        last = columns + (self.background == "none")
-        return torch.arange(first, last, device=targets.device)[:, None] == targets
+        first = 0 if self.background == "class" else 1
+        return torch.arange(first, first + classes, device=targets.device)[:, None] == targets
 
-    def _ranked_columns(self, logits: Tensor, targets: Tensor) -> int:
+    def _ranked_classes(self, logits: Tensor, targets: Tensor) -> int:
         return logits.shape[1] - (targets.ndim == 1 and self.background == "negative")
 
     def _check(self, logits: Tensor, targets: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The general form of every loss here: scores x ranker x objective."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from rankgrad.ops.engine import Objective, Plan, all_scores, rank_losses
 from rankgrad.ops.lists import LabelLists, ScoreLists
 from rankgrad.ops.rankers import Blackbox, Ranker
 from rankgrad.ops.tiled import is_one_tile
+
+if TYPE_CHECKING:
+    from rankgrad.ops.fused.graphs import Steps
 
 Reduction = Literal["mean", "none"]
 EmptyQuery = Literal["skip", "zero", "error"]
@@ -234,7 +237,7 @@ class RankLoss(nn.Module):
         steps = Steps((len(embeddings),), lists_of, loss_of)
         return self._replayed(embeddings, labels, steps, self.normalize, self.own_is_ranked, precision)
 
-    def _replayed(self, leaf: Tensor, given: Tensor, steps: Any, *differs: Any) -> Tensor | None:
+    def _replayed(self, leaf: Tensor, given: Tensor, steps: "Steps", *differs: Any) -> Tensor | None:
         """The loss of `leaf` by graphs that were captured with the settings of now and what else `differs`."""
         settings = (self.ranker, self.objective, self.reduction, self.empty_query, *differs)
         replayed = self._replays(settings, leaf, (given,), steps)
@@ -284,7 +287,7 @@ class RankLoss(nn.Module):
 
         return queries * length <= MOST_CAPTURED
 
-    def score_steps(self, queries: int) -> Any:
+    def score_steps(self, queries: int) -> "Steps":
         """The loss of lists of scores from relevance and scores, in `Steps` that never wait for the device."""
         from rankgrad.ops.fused.graphs import Steps
         from rankgrad.ops.fused.lists import Counted

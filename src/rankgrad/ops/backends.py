@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from rankgrad.ops.engine import Door
 from rankgrad.ops.lists import LabelLists, ScoreLists
 from rankgrad.ops.rankers import Ranker
 from rankgrad.ops.tiled import EmbeddingDoor, Layout, MixedRows, PlainRows, Rows, ScoreDoor
+
+if TYPE_CHECKING:
+    from rankgrad.ops.fused.graphs import Graphs, Steps
 
 Mixture = tuple[Tensor, Tensor, Tensor]  # first, second, alpha: see MixedRows
 Backend = Literal["auto", "triton", "tiled", "reference"]
@@ -125,16 +128,15 @@ def score_door(lists: ScoreLists, backend: Literal["triton", "tiled"]) -> Callab
 class Replays:
     """The CUDA graphs of one loss. They belong to this process and this object: a copy begins without any."""
 
-    _graphs: Any = None
+    _graphs: "Graphs | None" = None
 
-    def __call__(self, settings: Any, leaf: Tensor, given: tuple[Tensor, ...], steps: Any) -> tuple[Tensor, ...] | None:
+    def __call__(self, settings: Any, leaf: Tensor, given: tuple[Tensor, ...], steps: "Steps") -> tuple[Tensor, ...] | None:
         """What `Graphs.run` gives: the loss of `steps` at `leaf`, or None where it must run as usual."""
         from rankgrad.ops.fused.graphs import Graphs
 
         if self._graphs is None:
             self._graphs = Graphs()
-        replayed: tuple[Tensor, ...] | None = self._graphs.run(settings, leaf, given, steps)
-        return replayed
+        return self._graphs.run(settings, leaf, given, steps)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}

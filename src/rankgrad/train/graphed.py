@@ -36,8 +36,9 @@ class GraphedPass:
             forget_failed_capture(images.device)
             return str(error).partition("\n")[0]
         finally:
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
         return None
 
     def give_up(self) -> None:

@@ -69,9 +69,7 @@ class Counted:
         _columns(self.is_relevant, self.until, columns, store=True)
         order = torch.arange(queries, device=device)
         length, first = torch.full_like(order, n), torch.arange(0, queries * width, width, device=device)
-        return ScoreLists(
-            self.is_relevant, self.grades, None, order, self.num_relevant, length, columns.view(-1), first, width
-        )  # fmt: skip
+        return ScoreLists(self.is_relevant, self.grades, None, order, self.num_relevant, length, columns.view(-1), first, width)
 
     def door(self, width: int) -> "Callable[[Tensor], FusedScoreDoor]":
         """Opens a matrix of scores over lists with at most `width` relevant items."""
