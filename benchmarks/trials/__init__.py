@@ -13,5 +13,5 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# the small fake data sets of the tests, tests/trees.py, serve here too
+# the small fake data sets of the tests, tests/fake_datasets.py, serve here too
 sys.path.append(str(ROOT / "tests"))

@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.trials.cases import Kind, Verdict, judge
-from benchmarks.trials.commands import Commands
-from benchmarks.trials.listed import Annotations, Folders, Lists, Trees
-from benchmarks.trials.pictures import Landmarks, Pictures
-from benchmarks.trials.settings import Flags
-from benchmarks.trials.stored import Checkpoints, Embeddings, RecipeFiles, Reports, Runs, Weights
+from benchmarks.trials.bad_artifacts import Checkpoints, Embeddings, RecipeFiles, Reports, Runs, Weights
+from benchmarks.trials.bad_commands import Commands
+from benchmarks.trials.bad_datasets import Annotations, Folders, Lists, Trees
+from benchmarks.trials.bad_images import Landmarks, Pictures
+from benchmarks.trials.bad_settings import Flags
+from benchmarks.trials.fuzz_case import Kind, Verdict, judge
 
 # memory that a case may ask for beyond what the process has; a file that wants more has lied about its size
 MEMORY = 6 << 30

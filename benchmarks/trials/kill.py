@@ -10,7 +10,7 @@ weights, state, pointers, losses, metrics and test results must be those of the 
 
 Every life is a process of its own: a new interpreter, or with `--forked` a fork of this one, which has torch loaded already and
 saves some seconds each. With `--processes` one rank of several is killed, also while images are decoded, and the job must end;
-see `benchmarks.trials.kill_rank`.
+see `benchmarks.trials.kill_rank_trials`.
 """
 
 import argparse
@@ -20,9 +20,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.trials.kill_process import AIMS, EPOCHS, Trials
-from benchmarks.trials.kill_rank import RANK_AIMS, RankTrials
-from benchmarks.trials.training import VARIANTS
+from benchmarks.trials.kill_rank_trials import RANK_AIMS, RankTrials
+from benchmarks.trials.kill_trials import AIMS, EPOCHS, Trials
+from benchmarks.trials.tiny_run import VARIANTS
 
 MOST_KILLS = 4
 

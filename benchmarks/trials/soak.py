@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.trials.training import VARIANTS, arguments, make_data
 
+from benchmarks.trials.tiny_run import VARIANTS, arguments, make_data
 from rankgrad.cli import main as rankgrad
 from rankgrad.train.journal import entries
 

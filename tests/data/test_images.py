@@ -17,12 +17,12 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from rankgrad.data import decoding
-from rankgrad.data import images as module
-from rankgrad.data.augment import AUGMENTS, Augment
-from rankgrad.data.decoding import Decoding, UnreadableImageError
-from rankgrad.data.images import Images, bytes_needed, open_images
-from rankgrad.data.loading import Batches
+from rankgrad.data import image_files
+from rankgrad.data import image_store as module
+from rankgrad.data.image_batches import Batches
+from rankgrad.data.image_files import Decoding, UnreadableImageError
+from rankgrad.data.image_store import Images, bytes_needed, open_images
+from rankgrad.data.preprocessing import AUGMENTS, Augment
 from rankgrad.data.samplers import ClassBalanced, InOrder
 from rankgrad.data.seeds import generator
 from rankgrad.data.table import Table
@@ -225,7 +225,7 @@ def test_decodes_as_torchvision_resizes(folder, tmp_path, where, square):
 
 def test_the_second_call_maps_the_file(folder, tmp_path, monkeypatch):
     first, _ = open_images(folder, side=24, cache=tmp_path / "cache", square=False)
-    monkeypatch.setattr(decoding.Decoder, "planes", None)
+    monkeypatch.setattr(image_files.Decoder, "planes", None)
     second, table = open_images(folder, side=24, cache=tmp_path / "cache", square=False)
     assert torch.equal(first.flat, second.flat)
     assert torch.equal(first.shapes, second.shapes)
@@ -237,7 +237,7 @@ def test_another_process_reads_the_same_bytes(folder, tmp_path):
     images, _ = open_images(folder, side=24, cache=tmp_path / "cache", square=False)
     code = (
         "import sys, numpy as np; from pathlib import Path; from rankgrad.data.table import Table\n"
-        "from rankgrad.data.images import open_images; import rankgrad.data.decoding as d; d.Decoder.planes = None\n"
+        "from rankgrad.data.image_store import open_images; import rankgrad.data.image_files as d; d.Decoder.planes = None\n"
         "root, cache = map(Path, sys.argv[1:])\n"
         "table = Table('fake/train', root, tuple(f'{i}.png' for i in range(6)), np.arange(6))\n"
         "print(int(open_images(table, side=24, cache=cache, square=False)[0].flat.long().sum()))"
@@ -336,7 +336,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(folder, tmp_path, monkeypatc
 def test_a_real_limit_on_file_sizes_is_a_sentence(folder, tmp_path):
     code = (
         "import resource, signal, sys, numpy as np; from pathlib import Path; from rankgrad.data.table import Table\n"
-        "from rankgrad.data.images import open_images\n"
+        "from rankgrad.data.image_store import open_images\n"
         "root, cache = map(Path, sys.argv[1:])\n"
         "table = Table('fake/train', root, tuple(f'{i}.png' for i in range(6)), np.arange(6))\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -523,7 +523,7 @@ def test_says_what_is_wrong_with_its_arguments(folder):
 
 def test_progress_is_lines_where_there_is_no_terminal(folder, monkeypatch, capsys):
     clock = itertools.count(0, 4)
-    monkeypatch.setattr(decoding.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(image_files.time, "monotonic", lambda: float(next(clock)))
     open_images(folder, side=24, cache=None, square=True)
     assert (
         capsys.readouterr().err

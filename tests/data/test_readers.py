@@ -8,18 +8,18 @@ import shutil
 import zipfile
 from pathlib import Path
 
+import fake_datasets
 import numpy as np
 import pytest
-import trees
 from PIL import Image
 
 from rankgrad.data.glyphs import Glyphs
 from rankgrad.data.readers import READERS, check_data, read
-from rankgrad.data.readers import drawn as drawn_module
-from rankgrad.data.readers import source as source_module
-from rankgrad.data.readers.revisited import read_ground_truth
-from rankgrad.data.readers.source import DataSet, Size, Source
-from rankgrad.data.readers.text import MAX_LINE, Column, Problems, read_rows
+from rankgrad.data.readers import base as source_module
+from rankgrad.data.readers import builtin_glyphs as drawn_module
+from rankgrad.data.readers.base import DataSet, Size, Source
+from rankgrad.data.readers.list_files import MAX_LINE, Column, Problems, read_rows
+from rankgrad.data.readers.roxford import read_ground_truth
 
 # images, classes and categories of each split of a tree of 6 classes and 5 images a class
 EXPECTED = {
@@ -64,7 +64,7 @@ def reader_of(tree: str) -> str:
 def built(tmp_path_factory):
     """One tree of each kind, not to be changed."""
     top = tmp_path_factory.mktemp("trees")
-    return {name: trees.build(name, top / name) for name in EXPECTED}
+    return {name: fake_datasets.build(name, top / name) for name in EXPECTED}
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_categories_are_named(built):
 def test_an_item_may_have_several_categories(tree):
     root = tree("inshop")
     moved = "img/MEN/Denim/id_00000001/00_1_front.jpg"
-    trees.save(root / moved, 1, 0, 0)
+    fake_datasets.save(root / moved, 1, 0, 0)
     change(root / INSHOP_LIST, 3, f"{moved}   id_00000001   train")
     table = read("inshop", root, partial=True).splits["train"]
     names = {table.category_names[category] for category in table.categories[table.labels == 1]}
@@ -223,8 +223,8 @@ def test_species_are_numbered_by_folder_pair(tmp_path):
     for split, paths in (("train", ("Aves/10/a", "Aves/9/b", "Fungi/9/c")), ("test", ("Aves/11/d", "Aves/11/e"))):
         listed = [f"train_val2018/{path}.jpg" for path in paths]
         for path in listed:
-            trees.save(tmp_path / path, 0, 0, 0)
-        trees.write_lines(tmp_path / f"Inaturalist_{split}_set1.txt", listed)
+            fake_datasets.save(tmp_path / path, 0, 0, 0)
+        fake_datasets.write_lines(tmp_path / f"Inaturalist_{split}_set1.txt", listed)
     data = read("inat", tmp_path, partial=True)
     assert data.splits["train"].labels.tolist() == [1, 0, 3]
     assert data.splits["test"].labels.tolist() == [2, 2]
@@ -628,14 +628,14 @@ def test_a_damaged_mat_file_is_a_clear_error(tree, damage):
 )
 def test_a_wrong_annotation_is_named(tree, rows, message):
     root = tree("cars")
-    trees.write_annotations(root / "cars_annos.mat", "relative_im_path", rows)
+    fake_datasets.write_annotations(root / "cars_annos.mat", "relative_im_path", rows)
     with pytest.raises(ValueError, match=f"cars: (?s:.*){message}"):
         read("cars", root, partial=True)
 
 
 def test_other_fields_than_the_annotations_are_refused(tree):
     root = tree("cars")
-    trees.write_annotations(root / "cars_annos.mat", "fname", [("1.jpg", 1)])
+    fake_datasets.write_annotations(root / "cars_annos.mat", "fname", [("1.jpg", 1)])
     with pytest.raises(ValueError, match=r"with the fields relative_im_path and class, got the fields fname, bbox_x1"):
         read("cars", root, partial=True)
 
@@ -742,7 +742,7 @@ def test_a_damaged_pickle_is_a_clear_error(tree, damage):
 
 def images(root: Path, *paths: str) -> Path:
     for path in paths:
-        trees.save(root / path, 0, 0, 0)
+        fake_datasets.save(root / path, 0, 0, 0)
     return root
 
 
@@ -943,9 +943,9 @@ def test_check_data_leaves_out_what_no_split_has(built):
 
 
 def test_pictures_of_a_tree_are_seeded(tmp_path):
-    assert np.array_equal(trees.picture(3, 1), trees.picture(3, 1))
-    assert not np.array_equal(trees.picture(3, 1)[:40, :40], trees.picture(3, 1, seed=1)[:40, :40])
-    for name in trees.BUILDERS:
+    assert np.array_equal(fake_datasets.picture(3, 1), fake_datasets.picture(3, 1))
+    assert not np.array_equal(fake_datasets.picture(3, 1)[:40, :40], fake_datasets.picture(3, 1, seed=1)[:40, :40])
+    for name in fake_datasets.BUILDERS:
         assert reader_of(name) in READERS
 
 

@@ -10,8 +10,8 @@ from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
 from rankgrad.detection import DetectionAPLoss, draw_shapes
+from rankgrad.detection.detector_training import DetectionBatches, unpacked
 from rankgrad.detection.faster_rcnn import RESNETS, build_detector, use_classification_loss
-from rankgrad.detection.steps import DetectionBatches, unpacked
 
 
 def tiny(classes=5, **options):

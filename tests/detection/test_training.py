@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from rankgrad import LargeBatch
-from rankgrad.detection import DetectionAPLoss, draw_shapes, results
-from rankgrad.detection.command import main
+from rankgrad.cli.detect_commands import main
+from rankgrad.detection import DetectionAPLoss, box_results, draw_shapes
+from rankgrad.detection.detection_recipe import RECIPES, find
+from rankgrad.detection.detection_report import page
+from rankgrad.detection.detection_task import Place, load_detector, load_run, read_split
+from rankgrad.detection.detector_training import DetectionBatches, DetectionObjective, RowDetector, detect, unpacked
 from rankgrad.detection.faster_rcnn import build_detector
-from rankgrad.detection.recipes import RECIPES, find
-from rankgrad.detection.report import page
-from rankgrad.detection.run import Place, load_detector, load_run, read_split
-from rankgrad.detection.steps import DetectionBatches, DetectionObjective, RowDetector, detect, unpacked
 from rankgrad.train.journal import entries
 
 
@@ -153,7 +153,7 @@ def test_a_debug_run_leaves_the_files_of_any_run(debug_run):
 
 
 def test_what_was_saved_judges_to_the_same_numbers(debug_run):
-    tested, content = results.load(debug_run, "test")
+    tested, content = box_results.load(debug_run, "test")
     assert tested.result.metrics() == pytest.approx(content["metrics"])
     assert len(tested.scenes) == content["images"] == 6
     assert sum(len(each.labels) for each in tested.found) > 0
@@ -215,13 +215,13 @@ def test_the_report_shows_classes_curves_and_boxes(debug_run, tmp_path):
 
 def test_pictures_are_those_with_most_mistakes_and_with_none():
     scenes = draw_shapes("test", 12, size=96)
-    perfect = [results.Found(s.boxes, s.labels, np.ones(len(s.labels), np.float32)) for s in scenes.scenes]
-    nothing = results.Found(np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.float32))
+    perfect = [box_results.Found(s.boxes, s.labels, np.ones(len(s.labels), np.float32)) for s in scenes.scenes]
+    nothing = box_results.Found(np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.float32))
     most = max(range(12), key=lambda i: (len(scenes.scenes[i].clear.labels), -i))
     perfect[most] = nothing
-    chosen = results.worst_and_best(results.judged("test", scenes, perfect))
+    chosen = box_results.worst_and_best(box_results.judged("test", scenes, perfect))
     assert chosen[0] == most
-    assert len(chosen) == 1 + results.PICTURES
+    assert len(chosen) == 1 + box_results.PICTURES
     assert len(set(chosen)) == len(chosen)
 
 

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import alive, killed, ranks
+from job_processes import alive, killed, ranks
 
 from rankgrad import cli
-from rankgrad.recipes import commands, equivalence
-from rankgrad.train.launch import FailedProcessError
+from rankgrad.cli import train_commands
+from rankgrad.cli.launch import FailedProcessError
+from rankgrad.runs import equivalence
 
 SECONDS = 60
 LENGTH = "6"  # epochs: long enough to be killed on the way
@@ -120,7 +121,7 @@ def test_only_what_was_begun_is_to_be_resumed(monkeypatch, tmp_path, capsys, fil
     def launch(arguments, processes):
         raise FailedProcessError("rank 1 of 2 processes was ended by SIGKILL")
 
-    monkeypatch.setattr(commands, "launch", launch)
+    monkeypatch.setattr(train_commands, "launch", launch)
     for name in files:
         (tmp_path / name).touch()
     assert cli.main(["train", "glyphs-fastap", "--out", str(tmp_path), "--processes", "2"]) == 2
@@ -133,7 +134,7 @@ def test_check_equivalence_returns_1_where_processes_disagree(monkeypatch, capsy
         return equivalence.Equivalence(2, (7, 8), (0.5, 0.4), (0.5, "head"), 3, {"R@1": (0.5, 0.5)}, agrees=False)
 
     monkeypatch.setattr(equivalence, "compare", compare)
-    monkeypatch.setattr(commands, "launched", lambda: True)
+    monkeypatch.setattr(train_commands, "launched", lambda: True)
     assert cli.main(["check-equivalence", "glyphs-fastap"]) == 1
     assert "they DO NOT agree" in capsys.readouterr().out
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distributed import cases
+from distributed import worker_cases as cases
 
 from rankgrad.train.processes import ALONE
 

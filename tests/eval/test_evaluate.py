@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from eval.lists import assert_columns, exact_batch, list_of, metrics
+from eval.listwise_metrics import assert_columns, exact_batch, list_of, metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -144,7 +144,7 @@ def test_order_of_the_items_does_not_matter():
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_a_gallery_on_disk_equals_one_in_memory(tmp_path, dtype, monkeypatch):
-    monkeypatch.setattr("rankgrad.eval.rows.BLOCK_NUMBERS", 8 * 512)  # several blocks
+    monkeypatch.setattr("rankgrad.eval.embedding_blocks.BLOCK_NUMBERS", 8 * 512)  # several blocks
     embeddings, labels = ragged(1200)
     on_disk = np.memmap(tmp_path / "gallery", dtype=dtype, mode="w+", shape=tuple(embeddings.shape))
     on_disk[:] = embeddings.numpy()

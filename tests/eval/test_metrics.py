@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from eval.lists import benchmark_precision, metrics, trapezoid
+from eval.listwise_metrics import benchmark_precision, metrics, trapezoid
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN

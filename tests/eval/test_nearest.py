@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from eval.lists import exact_batch
+from eval.listwise_metrics import exact_batch
 
 from rankgrad.eval import neighbours
 
@@ -36,7 +36,7 @@ def test_a_gallery_on_disk_in_blocks_equals_one_in_memory(tmp_path, monkeypatch)
     queries, _ = exact_batch(40, dim=8, most=1, seed=1)
     gallery, _ = exact_batch(9000, dim=8, most=1, seed=2)
     whole = neighbours(queries, gallery, 30)
-    monkeypatch.setattr("rankgrad.eval.rows.BLOCK_NUMBERS", 8)
+    monkeypatch.setattr("rankgrad.eval.embedding_blocks.BLOCK_NUMBERS", 8)
     monkeypatch.setattr("rankgrad.eval.nearest.SEARCHED_TILES", 2)
     on_disk = np.memmap(tmp_path / "gallery", dtype=np.float32, mode="w+", shape=tuple(gallery.shape))
     on_disk[:] = gallery.numpy()

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from eval.lists import benchmark_precision, exact_batch, list_of, metrics, ranking, trapezoid
+from eval.listwise_metrics import benchmark_precision, exact_batch, list_of, metrics, ranking, trapezoid
 
-from rankgrad.data.readers.revisited import read_ground_truth
+from rankgrad.data.readers.roxford import read_ground_truth
 from rankgrad.eval import PROTOCOLS, describe_protocols, evaluate, evaluate_table, revisited
 
 KS = (1, 5)
@@ -132,7 +132,7 @@ def test_one_setting_alone_has_the_same_values():
 
 
 def test_distractors_on_disk_lengthen_the_list(tmp_path, monkeypatch):
-    monkeypatch.setattr("rankgrad.eval.rows.BLOCK_NUMBERS", 3 * 512)
+    monkeypatch.setattr("rankgrad.eval.embedding_blocks.BLOCK_NUMBERS", 3 * 512)
     queries, database, lists = landmarks()
     numbers = np.random.default_rng(5).integers(-2, 3, size=(1500, 3))
     on_disk = np.memmap(tmp_path / "distractors", dtype=np.float16, mode="w+", shape=numbers.shape)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from eval.lists import exact_batch
+from eval.listwise_metrics import exact_batch
 
 from rankgrad.eval import evaluate, revisited
 from rankgrad.eval.bootstrap import bootstrap_intervals

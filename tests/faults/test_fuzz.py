@@ -5,9 +5,9 @@ import random
 import time
 
 import pytest
-from benchmarks.trials.cases import Case, judge
-from benchmarks.trials.damage import MUST_BE_REFUSED, damaged, hostile_pickle, malformed_lines
+from benchmarks.trials.corruption import MUST_BE_REFUSED, damaged, hostile_pickle, malformed_lines
 from benchmarks.trials.fuzz import SHARES, divided, kinds, run_case
+from benchmarks.trials.fuzz_case import Case, judge
 
 SEED = 1
 CASES = divided(150, commands=2)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.trials.kill_rank import RANK_AIMS, RankTrials
-from benchmarks.trials.lives import Watch, complaints_after_kill, differences, outcome
+from benchmarks.trials.kill_rank_trials import RANK_AIMS, RankTrials
+from benchmarks.trials.run_lifecycle import Watch, complaints_after_kill, differences, outcome
 
 from rankgrad.train.checkpoints import WEIGHTS, RunFolder
 

@@ -4,7 +4,7 @@ import oracle
 import pytest
 import torch
 from hypothesis import example, given
-from losses.product import (
+from losses.combinations import (
     KINKED_BY_TIES,
     LONE,
     MIXED,

@@ -5,7 +5,7 @@ import copy
 import oracle
 import pytest
 import torch
-from losses.product import assert_same, leaf
+from losses.combinations import assert_same, leaf
 from torch import Tensor
 
 import rankgrad

@@ -4,7 +4,7 @@ import oracle
 import pytest
 import torch
 from hypothesis import example, given
-from losses.product import (
+from losses.combinations import (
     KINKED_BY_TIES,
     MIXED,
     MIXED_TIED,
@@ -26,8 +26,8 @@ each_pair = pytest.mark.parametrize(("ranker", "objective"), PAIRS)
 
 def small_tiles(patch: pytest.MonkeyPatch, batch: Batch) -> None:
     """Tiles of 1 to 4 rows, and every other time the path for many relevant items."""
-    patch.setattr("rankgrad.ops.tiled.tile_side", lambda device: 1 + batch.seed % 4)
-    patch.setattr("rankgrad.ops.counting.FEW_THRESHOLDS", 48 * (batch.seed % 2))
+    patch.setattr("rankgrad.ops.sources.tile_side", lambda device: 1 + batch.seed % 4)
+    patch.setattr("rankgrad.ops.thresholds.FEW_THRESHOLDS", 48 * (batch.seed % 2))
 
 
 def compare(ours, wanted, ours_in, wanted_in, batch: Batch, pair: tuple[str, str]) -> None:

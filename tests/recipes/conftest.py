@@ -1,7 +1,7 @@
 """Fake data sets, each written once for all tests of recipes."""
 
+import fake_datasets
 import pytest
-import trees
 
 
 @pytest.fixture(scope="session")
@@ -14,9 +14,9 @@ def tree(tmp_path_factory):
             place = root / name
             if name == "landmarks":
                 for part in ("gldv1", "roxford5k", "rparis6k"):
-                    trees.build(part, place / part)
+                    fake_datasets.build(part, place / part)
             else:
-                trees.build(name, place)
+                fake_datasets.build(name, place)
             built[name] = place
         return built[name]
 

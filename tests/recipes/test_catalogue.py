@@ -5,8 +5,8 @@ import re
 import pytest
 
 from rankgrad.recipes.catalogue import RECIPES, description, find, listing
-from rankgrad.recipes.debug import shrunk
-from rankgrad.recipes.recipe import Recipe
+from rankgrad.runs.debug_version import shrunk
+from rankgrad.runs.recipe import Recipe
 
 # typed from the papers' tables, independently of recipes/tables: recipe, split, metric, value, source
 PRINTED = """

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from rankgrad.cli.parser import Parser, add_settings, as_flags, changed_settings, flag_of
 from rankgrad.recipes.catalogue import RECIPES, find
-from rankgrad.recipes.flags import Parser, add_settings, as_flags, changed_settings, flag_of
-from rankgrad.recipes.recipe import GROUPS, SETTINGS, Recipe
+from rankgrad.runs.recipe import GROUPS, SETTINGS, Recipe
 
 
 def parser() -> Parser:

@@ -14,20 +14,20 @@ from torch import nn
 
 import rankgrad as rg
 from rankgrad import cli
-from rankgrad.data.augment import Crop
+from rankgrad.data.preprocessing import Crop
 from rankgrad.data.readers import READERS
 from rankgrad.data.table import GroundTruth, Table
 from rankgrad.eval import evaluate
 from rankgrad.models.spec import BATCH_NORMS, PIXELS, POOLS
-from rankgrad.recipes.batches import Within, largest_batch, make_batches, make_sampler
 from rankgrad.recipes.catalogue import find
-from rankgrad.recipes.debug import shrunk
-from rankgrad.recipes.landmarks import landmark
-from rankgrad.recipes.losses import make_loss
-from rankgrad.recipes.recipe import SETTINGS, Published, Recipe
-from rankgrad.recipes.run import load_run, start_run, train_settings
-from rankgrad.recipes.shelf import Place, Shelf, limited
-from rankgrad.recipes.testing import comparison, embeddings_of
+from rankgrad.runs.data_cache import Place, Shelf, limited
+from rankgrad.runs.debug_version import shrunk
+from rankgrad.runs.landmark_images import landmark
+from rankgrad.runs.pipeline import load_run, start_run, train_settings
+from rankgrad.runs.recipe import SETTINGS, Published, Recipe
+from rankgrad.runs.retrieval_evaluation import comparison, embeddings_of
+from rankgrad.runs.retrieval_task import Within, largest_batch, make_batches, make_sampler
+from rankgrad.runs.task_losses import make_loss
 from rankgrad.train.settings import AUTOCAST, OPTIMIZERS, SCHEDULES
 
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ def test_validation_classes_are_not_trained_on(tree):
 
 
 def test_rows_of_a_part_are_embedded_as_rows_of_the_whole(tree):
-    from rankgrad.recipes.models import make_model
+    from rankgrad.runs.task_models import make_model
 
     recipe = replace(shrunk(find("cub-recall-at-k")), validation="half")
     shelf = Shelf(Place(tree("cub"), CPU))
@@ -213,10 +213,10 @@ def _epoch(batches, epoch):
 
 
 def test_the_best_validation_checkpoint_is_tested(tree, tmp_path, monkeypatch, capsys):
-    from rankgrad.recipes import run
+    from rankgrad.runs import pipeline
 
     scores = iter([0.9, 0.1])
-    monkeypatch.setattr(run, "_evaluators", lambda *_: {"validation": lambda model: {"R@1": next(scores)}})
+    monkeypatch.setattr(pipeline, "_evaluators", lambda *_: {"validation": lambda model: {"R@1": next(scores)}})
     recipe = replace(shrunk(find("cub-recall-at-k")), validation="half")
     start_run(recipe, Shelf(Place(tree("cub"), CPU)), tmp_path / "run")
     best = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
@@ -369,7 +369,7 @@ def test_the_published_means_are_compared_too():
 
 
 def test_whitening_sets_the_first_linear_layer(tree):
-    from rankgrad.recipes.models import make_model, whiten
+    from rankgrad.runs.task_models import make_model, whiten
 
     recipe = replace(shrunk(find("gldv1-recall-at-k")), test_on=())
     shelf = Shelf(Place(tree("gldv1"), CPU))
@@ -385,7 +385,7 @@ def test_whitening_sets_the_first_linear_layer(tree):
 
 
 def test_the_direction_that_layer_norm_takes_away_is_not_remarked_on():
-    from rankgrad.recipes.models import make_model, whiten
+    from rankgrad.runs.task_models import make_model, whiten
 
     recipe = find("glyphs-recall-at-k")
     shelf = Shelf(Place(None, CPU))

@@ -4,13 +4,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import fake_datasets
 import pytest
-import trees
-from report.folders import make_data, write_run
-from report.parsed import parsed
+from report.html_tree import parsed
+from report.run_folders import make_data, write_run
 
-from rankgrad.report.command import main
-from rankgrad.report.runs import names_of
+from rankgrad.cli.show_commands import main
+from rankgrad.report.run_reader import names_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -61,9 +61,9 @@ def test_runs_of_one_name_are_told_apart_by_their_folders():
 
 
 def test_a_run_that_the_library_trained(tmp_path, capsys):
-    from rankgrad.recipes.commands import train
+    from rankgrad.cli.train_commands import train
 
-    root = trees.build("omniglot", tmp_path / "omniglot", classes=6, per_class=4)
+    root = fake_datasets.build("omniglot", tmp_path / "omniglot", classes=6, per_class=4)
     folder = tmp_path / "run"
     common = ["--data", str(root), "--device", "cpu", "--cache", "none", "--no-tensorboard"]
     assert train(["omniglot-fastap", "--debug", *common, "--validation", "half", "--out", str(folder)]) == 0

@@ -2,19 +2,19 @@
 
 import numpy as np
 import pytest
-from report.folders import make_data, write_run
-from report.parsed import parsed
+from report.html_tree import parsed
+from report.run_folders import make_data, write_run
 
 from rankgrad.report.charts import LINE, Bar, Dot, Series, bars, histogram, line, scatter
-from rankgrad.report.lists import bin_names, cut_offs, positives, share_found
+from rankgrad.report.comparison import column_of, differences, exchange
+from rankgrad.report.examples import confusions
+from rankgrad.report.learning_curves import thinned
 from rankgrad.report.markup import MINUS, NOTHING, number, shortened, signed
-from rankgrad.report.retrieval import in_the_plane
-from rankgrad.report.rows import confusions
-from rankgrad.report.runs import read_runs
+from rankgrad.report.rank_statistics import bin_names, cut_offs, positives, share_found
+from rankgrad.report.retrieval_sections import in_the_plane
+from rankgrad.report.run_reader import read_runs
 from rankgrad.report.scales import Scale, log_ticks, round_ticks, span
 from rankgrad.report.svg import BOTTOM, HEIGHT, TOP, WIDTH
-from rankgrad.report.training import thinned
-from rankgrad.report.versus import column_of, differences, exchange
 
 DASH = "\N{EN DASH}"
 

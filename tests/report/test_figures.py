@@ -12,7 +12,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from rankgrad.report.figures import batch_bias, bins, command, embeddings, landscape, margin, style, surrogate
+from rankgrad.cli import figure_commands
+from rankgrad.report.figures import batch_bias, bins, embeddings, landscape, margin, style, surrogate
 
 LOOKS = {"light": style.LIGHT, "dark": style.DARK}
 
@@ -270,8 +271,8 @@ def numbers(surface, collapse):
 @pytest.fixture
 def quick(numbers, monkeypatch):
     """The command with numbers that are there already."""
-    pictures = {name: replace(each, compute=partial(numbers.get, name)) for name, each in command.PICTURES.items()}
-    monkeypatch.setattr(command, "PICTURES", pictures)
+    pictures = {name: replace(each, compute=partial(numbers.get, name)) for name, each in figure_commands.PICTURES.items()}
+    monkeypatch.setattr(figure_commands, "PICTURES", pictures)
 
 
 def texts(figure: Figure) -> list[Text]:
@@ -287,9 +288,9 @@ def texts(figure: Figure) -> list[Text]:
 
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-@pytest.mark.parametrize("name", command.PICTURES)
+@pytest.mark.parametrize("name", figure_commands.PICTURES)
 def test_texts_are_large_stay_on_the_slide_and_do_not_touch(name, look, numbers):
-    figure = command.PICTURES[name].draw(numbers[name], look)
+    figure = figure_commands.PICTURES[name].draw(numbers[name], look)
     seen = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
     assert len(seen) > 10
     assert min(text.get_fontsize() for text in texts(figure)) >= 11
@@ -332,9 +333,9 @@ def test_drawing_leaves_matplotlibs_settings_alone(numbers, tmp_path):
 
 @pytest.mark.usefixtures("quick")
 def test_the_command_writes_pictures_captions_and_numbers(tmp_path, capsys):
-    assert command.main(["--out", str(tmp_path / "new" / "folder")]) == 0
+    assert figure_commands.main(["--out", str(tmp_path / "new" / "folder")]) == 0
     folder = tmp_path / "new" / "folder"
-    names = list(command.PICTURES)
+    names = list(figure_commands.PICTURES)
     assert capsys.readouterr().out.split() == [str(folder / f"{name}.svg") for name in names]
     assert {path.name for path in folder.iterdir()} == {
         "figures.json",
@@ -351,7 +352,7 @@ def test_the_command_writes_pictures_captions_and_numbers(tmp_path, capsys):
 
 @pytest.mark.usefixtures("quick")
 def test_numbers_are_those_that_were_drawn(tmp_path, numbers):
-    command.main(["batch-bias", "--out", str(tmp_path)])
+    figure_commands.main(["batch-bias", "--out", str(tmp_path)])
     written = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))["batch-bias"]["numbers"]
     assert written["mean"] == pytest.approx(numbers["batch-bias"].mean, rel=1e-4)
     assert written["full"] == pytest.approx(numbers["batch-bias"].full, rel=1e-4)
@@ -360,8 +361,8 @@ def test_numbers_are_those_that_were_drawn(tmp_path, numbers):
 @pytest.mark.usefixtures("quick")
 def test_pictures_are_added_to_a_folder_and_light_and_dark_stand_side_by_side(tmp_path):
     (tmp_path / "figures.json").write_text("{ damaged", encoding="utf-8")
-    command.main(["recall-surrogate", "--format", "png", "--out", str(tmp_path)])
-    command.main(["recall-surrogate", "batch-bias", "--format", "png", "--dark", "--out", str(tmp_path)])
+    figure_commands.main(["recall-surrogate", "--format", "png", "--out", str(tmp_path)])
+    figure_commands.main(["recall-surrogate", "batch-bias", "--format", "png", "--dark", "--out", str(tmp_path)])
     assert set(json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))) == {"recall-surrogate", "batch-bias"}
     from PIL import Image
 
@@ -376,7 +377,7 @@ def test_pictures_are_added_to_a_folder_and_light_and_dark_stand_side_by_side(tm
 @pytest.mark.usefixtures("quick")
 def test_the_same_numbers_give_the_same_file(tmp_path):
     for folder in ("first", "second"):
-        command.main(["margin-collapse", "--out", str(tmp_path / folder)])
+        figure_commands.main(["margin-collapse", "--out", str(tmp_path / folder)])
     assert (tmp_path / "first" / "margin-collapse.svg").read_bytes() == (
         tmp_path / "second" / "margin-collapse.svg"
     ).read_bytes()
@@ -384,9 +385,9 @@ def test_the_same_numbers_give_the_same_file(tmp_path):
 
 def test_help_lists_every_picture(capsys):
     with pytest.raises(SystemExit, match="0"):
-        command.main(["--help"])
+        figure_commands.main(["--help"])
     out = capsys.readouterr().out
-    assert all(f"  {name}" in out and picture.shows in out for name, picture in command.PICTURES.items())
+    assert all(f"  {name}" in out and picture.shows in out for name, picture in figure_commands.PICTURES.items())
 
 
 @pytest.mark.parametrize(
@@ -399,7 +400,7 @@ def test_help_lists_every_picture(capsys):
 )
 def test_wrong_arguments_get_a_hint_and_status_2(arguments, message, capsys, tmp_path):
     with pytest.raises(SystemExit, match="2"):
-        command.main([*arguments, "--out", str(tmp_path / "out")])
+        figure_commands.main([*arguments, "--out", str(tmp_path / "out")])
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -407,5 +408,5 @@ def test_wrong_arguments_get_a_hint_and_status_2(arguments, message, capsys, tmp
 def test_a_folder_that_is_a_file_is_named(tmp_path, capsys):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(SystemExit, match="2"):
-        command.main(["--out", str(tmp_path / "file")])
+        figure_commands.main(["--out", str(tmp_path / "file")])
     assert f"--out must be a folder that can be written to, got {tmp_path / 'file'}" in capsys.readouterr().err

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from report.folders import copied, make_data, write_journal, write_run, write_test
-from report.parsed import Node, parsed, rows_of
+from report.html_tree import Node, parsed, rows_of
+from report.run_folders import copied, make_data, write_journal, write_run, write_test
 
-from rankgrad.report.command import main
+from rankgrad.cli.show_commands import main
 from rankgrad.report.markup import MINUS
 from rankgrad.report.page import page
-from rankgrad.report.pictures import Pictures
-from rankgrad.report.runs import read_runs
+from rankgrad.report.run_reader import read_runs
+from rankgrad.report.thumbnails import Pictures
 
 HOSTILE = '<script>alert("1")</script>'
 SECTIONS = [

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from trees import build
+from fake_datasets import build
 
 from rankgrad.recipes.catalogue import find
-from rankgrad.recipes.debug import shrunk
-from rankgrad.recipes.run import start_run
-from rankgrad.recipes.shelf import Place, Shelf
+from rankgrad.runs.data_cache import Place, Shelf
+from rankgrad.runs.debug_version import shrunk
+from rankgrad.runs.pipeline import start_run
 from rankgrad.search import Gallery, Network, Searcher, build_index, embed_images, folder_of_images, open_run
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-SERVE = "import sys; from rankgrad.search.commands import main_serve; sys.exit(main_serve(sys.argv[1:]))"
+SERVE = "import sys; from rankgrad.cli.search_commands import main_serve; sys.exit(main_serve(sys.argv[1:]))"
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 

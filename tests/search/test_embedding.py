@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fake_datasets import picture
 from PIL import Image
-from trees import picture
 
-from rankgrad.data.decoding import UnreadableImageError
-from rankgrad.recipes.landmarks import describe_landmarks
+from rankgrad.cli.search_commands import main_embed
+from rankgrad.data.image_files import UnreadableImageError
+from rankgrad.runs.landmark_images import describe_landmarks
 from rankgrad.search import Gallery, Items, embed_images, folder_of_images, manifest_of_images, open_run, split_of_data_set
-from rankgrad.search.commands import main_embed
-from rankgrad.search.sources import names_by_folder
+from rankgrad.search.image_lists import names_by_folder
 
 
 def test_embeddings_are_those_that_the_run_was_tested_with(run_folder, data, network, tmp_path):
@@ -181,7 +181,7 @@ def test_a_data_set_that_is_not_there_is_refused(data, named, split, message):
 def test_classes_of_several_folders_are_called_by_number(data):
     items, _ = split_of_data_set(f"folder:{data}", "test")
     assert set(items.labels) == {f"class-{i:03d}" for i in range(5, 10)}
-    from rankgrad.search.sources import _class_names
+    from rankgrad.search.image_lists import _class_names
 
     merged = replace(items.table, labels=items.table.labels // 2)
     assert set(_class_names(merged)) == {str(label) for label in set(merged.labels.tolist())}

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rankgrad.cli.search_commands import main_index, main_search
 from rankgrad.search import Gallery, Searcher, build_index
-from rankgrad.search.commands import main_index, main_search
 from rankgrad.search.gallery import ABOUT
 from rankgrad.search.index import HNSW_FROM, IVFPQ_FROM, choose_kind
 

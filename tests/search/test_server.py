@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
-from rankgrad.search.commands import main_serve
+from rankgrad.cli.search_commands import main_serve
 from rankgrad.search.server import SearchPage, make_app
 from rankgrad.search.uploads import MOST_BYTES, RefusedError, check_image
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from train.tiny import Vectors, network, remembering
+from train.tiny_loop import Vectors, network, remembering
 
 from rankgrad.train import checkpoints
 from rankgrad.train.checkpoints import RunFolder

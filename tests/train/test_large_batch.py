@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rankgrad as rg
-from rankgrad.train import keeping, large_batch
+from rankgrad.train import activation_budget, large_batch
 from rankgrad.train.large_batch import LargeBatch
 
 ITEMS = 22  # no multiple of any chunk size below
@@ -230,9 +230,9 @@ def test_kept_chunks_skip_their_second_pass(monkeypatch):
     assert [passes(keep) for keep in (0, 1, 4, 99)] == [2 * chunks, 2 * chunks - 1, 2 * chunks - 4, chunks]
     assert passes("auto") == 2 * chunks - 1, "the first step keeps one chunk to measure it"
     assert passes("auto", times=2) == chunks, "there is room for chunks of a few kilobytes"
-    monkeypatch.setattr(keeping, "available_bytes", lambda device: None)
+    monkeypatch.setattr(activation_budget, "available_bytes", lambda device: None)
     assert passes("auto", times=2) == 2 * chunks
-    monkeypatch.setattr(keeping, "available_bytes", lambda device: 10)
+    monkeypatch.setattr(activation_budget, "available_bytes", lambda device: 10)
     assert passes("auto", times=2) == 2 * chunks
 
 
@@ -243,7 +243,7 @@ def test_auto_keeps_what_fits(monkeypatch):
     ((_, graph),) = step._keeping._seen.values()
     # of one chunk at least: two layers of 12 activations for 4 images in float64, masks, and the images
     assert 4 * 8 * (12 + 12) <= graph <= 20 * 4 * 8 * (12 + 12)
-    monkeypatch.setattr(keeping, "available_bytes", lambda device: 2 * 3.5 * graph)
+    monkeypatch.setattr(activation_budget, "available_bytes", lambda device: 2 * 3.5 * graph)
     assert step._keeping.count(step._kind(images), 6, torch.device("cpu")) == 3
 
 

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 from torch import nn
-from train.tiny import Vectors, batch, held_out, network, remembering
+from train.tiny_loop import Vectors, batch, held_out, network, remembering
 
 import rankgrad as rg
 from rankgrad.train.checkpoints import RunFolder

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 import rankgrad as rg
-from rankgrad.data.augment import Augment
-from rankgrad.data.images import Images
-from rankgrad.data.loading import Batches
+from rankgrad.data.image_batches import Batches
+from rankgrad.data.image_store import Images
+from rankgrad.data.preprocessing import Augment
 from rankgrad.data.samplers import ClassBalanced, InOrder
+from rankgrad.runs.embedding import embed
 from rankgrad.train.checkpoints import RunFolder
-from rankgrad.train.embedding import embed
 from rankgrad.train.loop import fit
 from rankgrad.train.settings import TrainSettings
 

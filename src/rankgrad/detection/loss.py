@@ -21,10 +21,10 @@ from rankgrad._checks import (
     check_tensor,
     shape_of,
 )
-from rankgrad.ops.backends import Replays
+from rankgrad.ops.functional import Replays
 
 if TYPE_CHECKING:
-    from rankgrad.ops.fused.graphs import Steps
+    from rankgrad.ops.cuda_graphs import Steps
 
 Scores: TypeAlias = Literal["softmax", "sigmoid", "logits"]
 Background: TypeAlias = Literal["negative", "class", "none"]
@@ -176,7 +176,7 @@ class DetectionAPLoss(nn.Module):
 
     def _steps(self, classes: int) -> "Steps":
         """`forward` from targets, past scores and past relevance, in `Steps` that never wait for the device."""
-        from rankgrad.ops.fused.graphs import Steps, side_by_side
+        from rankgrad.ops.cuda_graphs import Steps, side_by_side
 
         in_classes, in_all = self.classes.loss.score_steps(classes), self.across.score_steps(1)
 

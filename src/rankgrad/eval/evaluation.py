@@ -10,15 +10,15 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from rankgrad._checks import check_choice, check_count, check_not_negative
+from rankgrad.eval.embedding_blocks import BLOCK_NUMBERS, Array, Index, Rows, exact_products, row_tile
 from rankgrad.eval.graded import SORTED_NUMBERS
 from rankgrad.eval.metrics import metric_columns
 from rankgrad.eval.protocols import MOST_PAIRS, PROTOCOLS, Request
-from rankgrad.eval.ranks import PAIR_BYTES, SameLabel, pair_bytes
+from rankgrad.eval.rank_counts import PAIR_BYTES, SameLabel, pair_bytes
 from rankgrad.eval.result import Protocol, Result
-from rankgrad.eval.rows import BLOCK_NUMBERS, Array, Index, Rows, exact_products, row_tile
-from rankgrad.ops.backends import Backend, resolve
+from rankgrad.ops.functional import Backend, resolve
 from rankgrad.ops.rankers import Exact
-from rankgrad.ops.tiled import split, tile_side
+from rankgrad.ops.sources import split, tile_side
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with how many scores are done and how many there are."""

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rankgrad.eval.embedding_blocks import Index, Rows, row_tile
 from rankgrad.eval.nearest import ordered_bits
-from rankgrad.eval.ranks import Tick
-from rankgrad.eval.rows import Index, Rows, row_tile
-from rankgrad.ops.tiled import split, tile_side
+from rankgrad.eval.rank_counts import Tick
+from rankgrad.ops.sources import split, tile_side
 
 # Scores that are sorted at once: with their keys and the sort's own copies about 1/2 GiB.
 SORTED_NUMBERS = 2**24

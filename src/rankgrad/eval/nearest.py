@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankgrad._checks import check_count
-from rankgrad.eval.rows import Array, Index, Rows, exact_products, row_tile
-from rankgrad.ops.tiled import split, tile_side
+from rankgrad.eval.embedding_blocks import Array, Index, Rows, exact_products, row_tile
+from rankgrad.ops.sources import split, tile_side
 
 # Tiles that are looked through at once, and most scores of them: one search of many is cheaper than several of a tile each.
 SEARCHED_TILES = 8

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rankgrad.eval.embedding_blocks import Index, Rows
 from rankgrad.eval.graded import Grades, graded_ndcg
 from rankgrad.eval.metrics import (
     DEFINITIONS,
@@ -21,9 +22,8 @@ from rankgrad.eval.metrics import (
     trapezoid_average_precision,
 )
 from rankgrad.eval.nearest import nearest
-from rankgrad.eval.ranks import Ahead, GivenLists, SameLabel, Tick, against_gallery, among_themselves, by_kernels
+from rankgrad.eval.rank_counts import Ahead, GivenLists, SameLabel, Tick, against_gallery, among_themselves, by_kernels
 from rankgrad.eval.result import Protocol, Result
-from rankgrad.eval.rows import Index, Rows
 
 # Relevant pairs that are turned into metrics at once: a handful of float64 of each are 0.2 GiB.
 MOST_PAIRS = 2**22

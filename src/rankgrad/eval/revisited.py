@@ -9,12 +9,12 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from rankgrad._checks import check_choice, check_count
+from rankgrad.eval.embedding_blocks import BLOCK_NUMBERS, Array, Index, Rows, exact_products, row_tile
 from rankgrad.eval.evaluation import MEMORY_LIMIT, checked_ks
 from rankgrad.eval.protocols import PROTOCOLS, Request
-from rankgrad.eval.ranks import pair_bytes
+from rankgrad.eval.rank_counts import pair_bytes
 from rankgrad.eval.result import Result
-from rankgrad.eval.rows import BLOCK_NUMBERS, Array, Index, Rows, exact_products, row_tile
-from rankgrad.ops.tiled import split, tile_side
+from rankgrad.ops.sources import split, tile_side
 
 CALLER = "revisited"
 

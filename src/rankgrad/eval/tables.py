@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rankgrad.eval.embedding_blocks import Array, Index
 from rankgrad.eval.evaluation import evaluate
 from rankgrad.eval.result import Protocol, Result
 from rankgrad.eval.revisited import revisited
-from rankgrad.eval.rows import Array, Index
 
 CALLER = "evaluate_table"
 

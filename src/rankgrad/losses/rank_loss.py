@@ -16,7 +16,8 @@ from rankgrad._checks import (
     shape_of,
 )
 from rankgrad.ops import reference
-from rankgrad.ops.backends import (
+from rankgrad.ops.autograd import Objective, Plan, all_scores, rank_losses
+from rankgrad.ops.functional import (
     BACKENDS,
     PRECISIONS,
     Backend,
@@ -30,13 +31,12 @@ from rankgrad.ops.backends import (
     score_door,
     tiled_door,
 )
-from rankgrad.ops.engine import Objective, Plan, all_scores, rank_losses
-from rankgrad.ops.lists import LabelLists, ScoreLists
 from rankgrad.ops.rankers import Blackbox, Ranker
-from rankgrad.ops.tiled import is_one_tile
+from rankgrad.ops.relevance import LabelLists, ScoreLists
+from rankgrad.ops.sources import is_one_tile
 
 if TYPE_CHECKING:
-    from rankgrad.ops.fused.graphs import Steps
+    from rankgrad.ops.cuda_graphs import Steps
 
 Reduction = Literal["mean", "none"]
 EmptyQuery = Literal["skip", "zero", "error"]
@@ -219,7 +219,7 @@ class RankLoss(nn.Module):
 
     def _replay(self, embeddings: Tensor, labels: Tensor) -> Tensor | None:
         """The loss of a small batch as CUDA graphs; None where it must run as usual."""
-        from rankgrad.ops.fused.graphs import MOST_ROWS, Steps
+        from rankgrad.ops.cuda_graphs import MOST_ROWS, Steps
 
         if len(embeddings) > MOST_ROWS:
             return None
@@ -283,14 +283,14 @@ class RankLoss(nn.Module):
             return False
         if resolve(self.backend, like, self.ranker, caller=self.name, given=(queries, length)) != "triton":
             return False
-        from rankgrad.ops.fused.lists import MOST_CAPTURED
+        from rankgrad.ops.triton.scores import MOST_CAPTURED
 
         return queries * length <= MOST_CAPTURED
 
     def score_steps(self, queries: int) -> "Steps":
         """The loss of lists of scores from relevance and scores, in `Steps` that never wait for the device."""
-        from rankgrad.ops.fused.graphs import Steps
-        from rankgrad.ops.fused.lists import Counted
+        from rankgrad.ops.cuda_graphs import Steps
+        from rankgrad.ops.triton.scores import Counted
 
         def lists_of(relevance: Tensor) -> tuple[Counted, Tensor]:
             lists = Counted.of(relevance)

@@ -9,8 +9,8 @@ from rankgrad._checks import check_embeddings, check_labels
 from rankgrad.losses.objectives import RecallAtK
 from rankgrad.losses.presets import RecallAtKLoss
 from rankgrad.losses.rank_loss import RankLoss
-from rankgrad.ops.backends import Mixture, resolve_precision
-from rankgrad.ops.lists import LabelLists
+from rankgrad.ops.functional import Mixture, resolve_precision
+from rankgrad.ops.relevance import LabelLists
 
 PAPER_KS = (1, 2, 4, 8, 16)
 PAPER_KS_WITH_SIMIX = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)

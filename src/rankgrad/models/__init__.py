@@ -9,8 +9,8 @@ torchvision and timm are loaded when a trunk of theirs is built: pip install 'ra
 """
 
 from rankgrad.models.embedder import Embedder, build_model, live_batch_norms
-from rankgrad.models.groups import parameter_groups
 from rankgrad.models.multiscale import describe
+from rankgrad.models.param_groups import parameter_groups
 from rankgrad.models.spec import ModelSpec
 from rankgrad.models.trunks import trunk_names
 from rankgrad.models.whitening import Whitening, initialise_head, learn_whitening

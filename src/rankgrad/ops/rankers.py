@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from rankgrad._checks import check_count, check_not_negative, check_positive
-from rankgrad.ops.counting import Thresholds
 from rankgrad.ops.ranks import LEAVES, Ranks
+from rankgrad.ops.thresholds import Thresholds
 
 # Comparisons of relevant items with each other that exist at once: 2**22 float32 are 16 MiB.
 MOST_COMPARISONS = 2**22
@@ -164,7 +164,7 @@ class Sigmoid(Ranker):
 
     def _among(self, relevant: Relevant) -> Tensor:
         if relevant.fused:
-            from rankgrad.ops.fused.rows import ahead_among
+            from rankgrad.ops.triton.row_ops import ahead_among
 
             return ahead_among(relevant.scores, relevant.num_relevant, self.tau)
         return torch.cat([ahead.sum(dim=2) for _, ahead in self._blocks(relevant)])
@@ -198,7 +198,7 @@ class Sigmoid(Ranker):
         weights = aimed[1].t()
         assert pulled is not None, "a sigmoid's comparisons are pulled by every tile"
         if relevant.fused:
-            from rankgrad.ops.fused.rows import ahead_among_backward
+            from rankgrad.ops.triton.row_ops import ahead_among_backward
 
             return pulled + ahead_among_backward(relevant.scores, weights, relevant.num_relevant, self.tau)
         parts = []
@@ -395,7 +395,7 @@ def _as_ranks(rank: Tensor, positive_rank: Tensor, relevant: Relevant) -> Ranks:
 def _proper_ranks(counts: Tensor, thresholds: Thresholds, relevant: Relevant) -> tuple[Tensor, Tensor]:
     """[B, P] rank of each relevant item among all and among the relevant: the higher score first, then the earlier item."""
     if relevant.fused:
-        from rankgrad.ops.fused.rows import proper_ranks
+        from rankgrad.ops.triton.row_ops import proper_ranks
 
         return proper_ranks(counts, thresholds, relevant.num_relevant, relevant.rank_dtype)
     among = thresholds.ranks

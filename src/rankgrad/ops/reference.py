@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankgrad.ops.engine import Objective
+from rankgrad.ops.autograd import Objective
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid
 from rankgrad.ops.ranks import Ranks
 

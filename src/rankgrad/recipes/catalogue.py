@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from rankgrad.recipes.recipe import Published, Recipe, nearest, settings_of
-from rankgrad.recipes.tables import fastap, ours, rambo, recall_at_k, smooth_ap
+from rankgrad.recipes import fastap, rambo, recall_at_k, smooth_ap, starters
+from rankgrad.runs.recipe import Published, Recipe, nearest, settings_of
 
 
 def _by_name() -> dict[str, Recipe]:
-    rows = [row for table in (fastap, rambo, recall_at_k, smooth_ap, ours) for row in table.recipes()]
+    rows = [row for table in (fastap, rambo, recall_at_k, smooth_ap, starters) for row in table.recipes()]
     found = {row.name: row for row in rows}
     assert len(found) == len(rows), "two recipes share a name"
     return found

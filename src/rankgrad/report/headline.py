@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankgrad.report.charts import Interval, colour_of, intervals
+from rankgrad.report.comparison import LEVEL, Difference, differences
 from rankgrad.report.markup import Cell, absent, element, paragraph, percent, plural, signed, table, text
-from rankgrad.report.runs import Evaluation, Run, float_of
-from rankgrad.report.versus import LEVEL, Difference, differences
+from rankgrad.report.run_reader import Evaluation, Run, float_of
 
 BIG = ("R@1", "mAP", "mAP@R", "mAP[medium]", "mAP[hard]")
 DEBUG_NOTICE = "This is a debug run: everything in it was shrunk, and its numbers mean nothing."

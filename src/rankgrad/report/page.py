@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Sequence
 
+from rankgrad.report.comparison import won_and_lost
 from rankgrad.report.document import Section, document
+from rankgrad.report.examples import best_and_worst, confusion_cards
 from rankgrad.report.headline import description, numbers, side_by_side
+from rankgrad.report.learning_curves import diagnostics, events, learning
 from rankgrad.report.markup import element, paragraph, text
-from rankgrad.report.pictures import Pictures
 from rankgrad.report.provenance import hardware, missing, settings
-from rankgrad.report.retrieval import categories, embedding_map, ranks
-from rankgrad.report.rows import best_and_worst, confusion_cards
-from rankgrad.report.runs import Evaluation, Run
-from rankgrad.report.training import diagnostics, events, learning
-from rankgrad.report.versus import won_and_lost
+from rankgrad.report.retrieval_sections import categories, embedding_map, ranks
+from rankgrad.report.run_reader import Evaluation, Run
+from rankgrad.report.thumbnails import Pictures
 
 ROWS_ALONE, ROWS_EACH = 5, 3
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankgrad.report.comparison import differing_settings
 from rankgrad.report.markup import Cell, absent, element, number, paragraph, table, text
-from rankgrad.report.runs import Run, float_of
-from rankgrad.report.versus import differing_settings
+from rankgrad.report.run_reader import Run, float_of
 
 
 def shown(value: object) -> str:

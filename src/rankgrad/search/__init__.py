@@ -10,10 +10,10 @@ faiss, pyarrow, onnx and the server are loaded where they are used: pip install 
 """
 
 from rankgrad.search.gallery import Gallery, embed_images
+from rankgrad.search.image_lists import Items, folder_of_images, manifest_of_images, split_of_data_set
 from rankgrad.search.index import KINDS, build_index
-from rankgrad.search.network import Network, open_run
 from rankgrad.search.searcher import Searcher
-from rankgrad.search.sources import Items, folder_of_images, manifest_of_images, split_of_data_set
+from rankgrad.search.trained_model import Network, open_run
 
 __all__ = [
     "KINDS",

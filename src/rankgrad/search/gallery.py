@@ -22,12 +22,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad.data.decoding import UnreadableImageError
+from rankgrad.data.image_files import UnreadableImageError
+from rankgrad.data.readers.list_files import listing
 from rankgrad.data.readers.manifest import BOX
-from rankgrad.data.readers.text import listing
 from rankgrad.data.table import Table
-from rankgrad.search.network import Network
-from rankgrad.search.sources import Items
+from rankgrad.search.image_lists import Items
+from rankgrad.search.trained_model import Network
 from rankgrad.train.progress import Progress
 
 EMBEDDINGS, ABOUT, IMAGES, LEFT_OUT = "embeddings.npy", "embedding.json", "images", "left_out.txt"

@@ -35,10 +35,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rankgrad.data.decoding import Decoder, UnreadableImageError
+from rankgrad.data.image_files import Decoder, UnreadableImageError
 from rankgrad.data.seeds import bits, permutation
-from rankgrad.search.network import Network
 from rankgrad.search.searcher import Searcher
+from rankgrad.search.trained_model import Network
 from rankgrad.search.uploads import KINDS, MOST_BYTES, MOST_PIXELS, RefusedError, embed_upload, too_large
 
 PAGE = Path(__file__).parent / "page"

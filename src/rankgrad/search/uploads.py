@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad.data.decoding import DAMAGE, UnreadableImageError
-from rankgrad.search.network import Network
+from rankgrad.data.image_files import DAMAGE, UnreadableImageError
+from rankgrad.search.trained_model import Network
 
 MOST_BYTES = 10_000_000
 MOST_PIXELS = 40_000_000

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankgrad.train.protocols import Loss
-from rankgrad.train.replay import Buffers, LossState, RandomState
+from rankgrad.train.snapshot import Buffers, LossState, RandomState
 
 # relative error that the order of sums may cause, by the precision of the model
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from rankgrad._checks import check_count, shape_of
+from rankgrad.train.activation_budget import FirstStep, Keeping
 from rankgrad.train.gradient_check import CheckReport, GradientCheck, live_batch_norms
-from rankgrad.train.keeping import FirstStep, Keeping
-from rankgrad.train.parallel import exchanges, is_divided
 from rankgrad.train.processes import ALONE, Processes
 from rankgrad.train.protocols import Loss
-from rankgrad.train.replay import RandomState
+from rankgrad.train.sharding import exchanges, is_divided
+from rankgrad.train.snapshot import RandomState
 
 Scale = float | Callable[[Tensor], Tensor]
 

@@ -23,12 +23,12 @@ from rankgrad.train.diagnostics import diagnose
 from rankgrad.train.errors import LostProcessError, TrainingError
 from rankgrad.train.interruption import Interruption
 from rankgrad.train.journal import Journal, jsonable, open_journal, provenance
-from rankgrad.train.pace import Mean, Pace
+from rankgrad.train.meters import Mean, Pace
 from rankgrad.train.processes import ALONE, Processes, is_lost
 from rankgrad.train.progress import Progress
 from rankgrad.train.protocols import Batches, Evaluator, Loss, undivided
 from rankgrad.train.settings import TrainSettings
-from rankgrad.train.stepping import OutOfMemoryError, Stepper, Taken
+from rankgrad.train.train_step import OutOfMemoryError, Stepper, Taken
 from rankgrad.train.watch import NotFiniteError
 
 # seconds in which a second signal is the first once more: a terminal and torchrun each send one to every process

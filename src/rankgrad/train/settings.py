@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from rankgrad._checks import check_choice, check_count, check_not_negative, check_positive
-from rankgrad.train.parallel import PARALLELS, Parallel
+from rankgrad.train.sharding import PARALLELS, Parallel
 
 Optimizer: TypeAlias = Literal["adam", "adamw", "sgd"]
 Schedule: TypeAlias = Literal["constant", "step", "cosine", "exponential"]

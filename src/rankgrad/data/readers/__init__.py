@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from rankgrad.data.readers.base import DataSet, Reader, Source
+from rankgrad.data.readers.builtin_glyphs import GLYPHS
 from rankgrad.data.readers.cars import CARS
 from rankgrad.data.readers.cub import CUB
-from rankgrad.data.readers.drawn import GLYPHS
 from rankgrad.data.readers.folder import FOLDER, OMNIGLOT
+from rankgrad.data.readers.gldv1 import GLDV1
 from rankgrad.data.readers.inat import INAT
 from rankgrad.data.readers.inshop import INSHOP
-from rankgrad.data.readers.landmarks import GLDV1
 from rankgrad.data.readers.manifest import CSV
-from rankgrad.data.readers.revisited import ROXFORD5K, RPARIS6K
+from rankgrad.data.readers.roxford import ROXFORD5K, RPARIS6K
 from rankgrad.data.readers.sop import SOP
-from rankgrad.data.readers.source import DataSet, Reader, Source
 from rankgrad.data.readers.summary import describe
 from rankgrad.data.readers.vehicleid import VEHICLEID
 

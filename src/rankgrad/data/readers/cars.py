@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rankgrad.data.readers.source import DataSet, Reader, Size, Source
+from rankgrad.data.readers.base import DataSet, Reader, Size, Source
 from rankgrad.data.table import path_complaint
 
 CLASSES = 196

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from rankgrad.data.readers.source import DataSet, Reader, Size, Source
-from rankgrad.data.readers.text import Column, Rows
+from rankgrad.data.readers.base import DataSet, Reader, Size, Source
+from rankgrad.data.readers.list_files import Column, Rows
 
 TRAINING_CLASSES = 100
 

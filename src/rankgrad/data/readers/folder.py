@@ -4,8 +4,8 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rankgrad.data.readers.source import DataSet, Reader, Size, Source
-from rankgrad.data.readers.text import listing, positions
+from rankgrad.data.readers.base import DataSet, Reader, Size, Source
+from rankgrad.data.readers.list_files import listing, positions
 from rankgrad.data.table import Table, halves
 
 # what Pillow reads and people have

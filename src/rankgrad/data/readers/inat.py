@@ -4,8 +4,8 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from rankgrad.data.readers.source import DataSet, Reader, Size, Source
-from rankgrad.data.readers.text import Column, Rows, brief, positions
+from rankgrad.data.readers.base import DataSet, Reader, Size, Source
+from rankgrad.data.readers.list_files import Column, Rows, brief, positions
 
 LIST = "Inaturalist_{}_set1.txt"
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankgrad.data.readers.base import DataSet, Reader, Source
 from rankgrad.data.readers.folder import split_by_class
-from rankgrad.data.readers.source import DataSet, Reader, Source
-from rankgrad.data.readers.text import Problems, Rows, as_labels, brief, numbered_csv, positions
+from rankgrad.data.readers.list_files import Problems, Rows, as_labels, brief, numbered_csv, positions
 from rankgrad.data.table import Table, path_complaint
 
 SPLITS = ("train", "validation", "test")

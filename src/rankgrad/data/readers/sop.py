@@ -1,7 +1,7 @@
 """Stanford Online Products: product photographs in 12 categories."""
 
-from rankgrad.data.readers.source import DataSet, Reader, Size, Source
-from rankgrad.data.readers.text import Column
+from rankgrad.data.readers.base import DataSet, Reader, Size, Source
+from rankgrad.data.readers.list_files import Column
 
 # of super_class_id 1 to 12
 CATEGORIES = (

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rankgrad.data.readers.source import DataSet, Reader, Size
+from rankgrad.data.readers.base import DataSet, Reader, Size
 from rankgrad.data.table import Table
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad.data.readers.source import DataSet, Reader, Size, Source
-from rankgrad.data.readers.text import Column
+from rankgrad.data.readers.base import DataSet, Reader, Size, Source
+from rankgrad.data.readers.list_files import Column
 
 LISTS = {"train": "train_list", "small": "test_list_800", "medium": "test_list_1600", "large": "test_list_2400"}
 MODELS = tuple(f"model {i}" for i in range(250))

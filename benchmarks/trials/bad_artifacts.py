@@ -1,0 +1,462 @@
+"""What the library itself has written, come back damaged or from a stranger: weights, checkpoints, runs, tests, embeddings."""
+
+import contextlib
+import hashlib
+import io
+import json
+import random
+import struct
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fake_datasets
+import numpy as np
+import torch
+from safetensors.torch import save
+
+from benchmarks.trials.bad_images import BAD, ODD
+from benchmarks.trials.corruption import Program, copy_tree, damaged, hostile_pickle, put, replaced
+from benchmarks.trials.fuzz_case import Case, command
+from rankgrad.models import ModelSpec, build_model
+from rankgrad.recipes.catalogue import find
+from rankgrad.report.page import page
+from rankgrad.report.run_reader import read_runs
+from rankgrad.runs.data_cache import Place, Shelf
+from rankgrad.runs.debug_version import shrunk
+from rankgrad.runs.pipeline import load_run, start_run
+from rankgrad.search import Gallery, Searcher, build_index, embed_images, folder_of_images, open_run
+from rankgrad.train.checkpoints import MANIFEST, STATE, WEIGHTS, RunFolder
+
+CPU = torch.device("cpu")
+# values that JSON can hold and nobody expects
+ODD_VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1.5, 10**30, 10**400, 1e308, float("nan"), float("inf"), "", "x", "../../etc", "/etc/passwd"),
+    *("step-x", "a\0b", "x" * 5000, "<script>alert(1)</script>", [], [1, [2]], {}, {"x": {"y": None}}),
+)
+
+
+ODD_ROWS = ("", "a", "0,../../../etc/passwd,x,", "0,/etc/passwd,x,", "0,a\0b,x,", '"')
+
+
+class Runs:
+    """A trained run with its test, embeddings and index, made once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def _made(self) -> Path:
+        folder = self.root / "run"
+        if not folder.exists():
+            data = fake_datasets.build("folder", self.root / "data", classes=6, per_class=4)
+            recipe = shrunk(find("own-images")).with_settings({"validation": "half", "memory": 1, "loss": "rambo-recall"})
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                start_run(recipe, Shelf(Place(data, CPU)), folder, debug=False)
+        return folder
+
+    def run(self, folder: Path) -> Path:
+        return copy_tree(self._made(), folder)
+
+    def embeddings(self, folder: Path, ids: str) -> Path:
+        made = self.root / f"embeddings-{ids}"
+        if not made.exists():
+            network = open_run(self._made())
+            images = folder_of_images(self.root / "data" / "test")
+            gallery = embed_images(network, images, made, ids="csv" if ids == "csv" else "parquet", shown=False)
+            build_index(gallery, made, kind="hnsw", shown=False)
+        return copy_tree(made, folder)
+
+
+def changed_json(content: Any, rng: random.Random) -> tuple[str, bytes]:
+    """An object with one value of another kind, missing or added, or text that is no such object."""
+    draw = rng.random()
+    if draw < 0.15:
+        text = rng.choice(("", "{", "[]", "null", '"x"', "[" * 100_000, '{"a":' * 100_000, "1" * 5000, "\ufeff{}", "{'a': 1}"))
+        return f"the text {text[:10]!r}", text.encode()
+    if draw < 0.3:
+        return damaged(json.dumps(content).encode(), rng)
+    where, owner, key = _somewhere(content, rng)
+    if rng.random() < 0.25:
+        del owner[key]
+        return f"{where} gone", json.dumps(content).encode()
+    owner[key] = rng.choice(ODD_VALUES)
+    return f"{where} = {str(owner[key])[:20]!r}", json.dumps(content).encode()
+
+
+def _somewhere(content: Any, rng: random.Random) -> tuple[str, Any, Any]:
+    """A random place inside: its name, what holds it, and under which key."""
+    owner, path = content, list[str]()
+    while True:
+        key = rng.choice(sorted(owner)) if isinstance(owner, dict) else rng.randrange(len(owner))
+        path.append(str(key))
+        if not (isinstance(owner[key], (dict, list)) and owner[key]) or rng.random() < 0.3:
+            return ".".join(path), owner, key
+        owner = owner[key]
+
+
+def edit_json(path: Path, rng: random.Random) -> str:
+    """Changes a JSON file of one object."""
+    what, content = changed_json(json.loads(path.read_text(encoding="utf-8")), rng)
+    put(path, content)
+    return what
+
+
+def edit_line(path: Path, rng: random.Random) -> str:
+    """Changes one object of a file that has one a line."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    row = rng.randrange(len(lines))
+    what, content = changed_json(json.loads(lines[row]), rng)
+    put(path, "\n".join(lines[:row]).encode() + b"\n" + content + b"\n" + "\n".join(lines[row + 1 :]).encode())
+    return f"line {row + 1}: {what}"
+
+
+class Weights:
+    """Files of weights to begin with, as people find them."""
+
+    name = "weights"
+
+    def __init__(self) -> None:
+        self.good = build_model(ModelSpec(trunk="convnet", dim=8)).state_dict()
+
+    def case(self, rng: random.Random, folder: Path, canary: Path) -> Case:
+        folder.mkdir()
+        suffix = rng.choice((".safetensors", ".pt", ".pth", ".bin", ".tar"))
+        path = folder / f"trunk{suffix}"
+        draw, refused = rng.random(), False
+        if draw < 0.35:
+            what, content = damaged(self._file(suffix, dict(self.good)), rng)
+        elif draw < 0.45:
+            what, content = f"{suffix} with the content of another kind", self._file(".pt", dict(self.good))
+        elif draw < 0.65 and suffix != ".safetensors":
+            what, content, refused = "a program in it", self._hostile(canary, rng), True
+        elif draw < 0.75 and suffix == ".safetensors":
+            what, content, refused = self._lying_head(rng)
+        elif draw < 0.8:
+            put(path, b"")
+            what, content = replaced(path, rng), None
+        else:
+            state: dict[Any, Any] = dict(self.good)
+            what = rng.choice(tuple(_STATE_CHANGES))
+            state = _STATE_CHANGES[what](state)
+            content, refused = self._file(suffix, state), True
+        if content is not None:
+            put(path, content)
+        spec = ModelSpec(trunk="convnet", dim=8, weights=str(path))
+        return Case(f"{path.name}: {what}", partial(build_model, spec), (path.name,), refused)
+
+    def _file(self, suffix: str, state: dict[Any, Any]) -> bytes:
+        if suffix == ".safetensors" and all(isinstance(key, str) and _is_dense(value) for key, value in state.items()):
+            return save({name: value.contiguous() for name, value in state.items()})
+        file = io.BytesIO()
+        torch.save(state, file)
+        return file.getvalue()
+
+    def _hostile(self, canary: Path, rng: random.Random) -> bytes:
+        if rng.random() < 0.5:
+            return hostile_pickle(canary, rng)
+        file = io.BytesIO()
+        torch.save({**self.good, "optimizer": Program(canary)}, file, _use_new_zipfile_serialization=rng.random() < 0.7)
+        return file.getvalue()
+
+    def _lying_head(self, rng: random.Random) -> tuple[str, bytes, bool]:
+        content = save({name: value.contiguous() for name, value in self.good.items()})
+        length = struct.unpack("<Q", content[:8])[0]
+        head, body = json.loads(content[8 : 8 + length]), content[8 + length :]
+        entry = rng.choice(sorted(head))
+        what, change = rng.choice(
+            (
+                ("a huge head", None),
+                ("offsets beyond the end", {"data_offsets": [0, 10**12]}),
+                ("offsets the wrong way", {"data_offsets": [100, 4]}),
+                ("a negative shape", {"shape": [-1, 4]}),
+                ("a huge shape", {"shape": [2**40, 2**40]}),
+                ("an unknown type", {"dtype": "Q99"}),
+            )
+        )
+        if change is None:
+            return what, struct.pack("<Q", 2**62) + content[8:], True
+        head[entry] |= change
+        text = json.dumps(head).encode()
+        return what, struct.pack("<Q", len(text)) + text + body, True
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
+
+
+def _renamed(state: dict[Any, Any], name: Callable[[str], Any]) -> dict[Any, Any]:
+    return {name(key): value for key, value in state.items()}
+
+
+def _one(state: dict[Any, Any], change: Callable[[torch.Tensor], Any]) -> dict[Any, Any]:
+    key = next(key for key in state if key.startswith("trunk.") and state[key].ndim > 1)
+    return {**state, key: change(state[key])}
+
+
+_STATE_CHANGES: Mapping[str, Callable[[dict[Any, Any]], dict[Any, Any]]] = {
+    "other names": lambda state: {f"layer{i}": value for i, value in enumerate(state.values())},
+    "numbers as names": lambda state: dict(enumerate(state.values())),
+    "some numbers as names": lambda state: {3: torch.zeros(1), **_one(state, lambda value: value[:1])},
+    "tuples as names": lambda state: _renamed(state, lambda key: (key,)),
+    "a weight gone": lambda state: {k: v for i, (k, v) in enumerate(state.items()) if i != 5 and "num_batches" not in k},
+    "another shape": lambda state: _one(state, lambda value: value[..., :1]),
+    "no tensors": lambda state: dict.fromkeys(state, 1.0),
+    "nothing": lambda state: {},
+    "complex numbers": lambda state: _one(state, lambda value: value.to(torch.complex64)),
+    "nan": lambda state: _one(state, lambda value: value * torch.nan),
+    "infinities": lambda state: _one(state, lambda value: value / 0),
+    "a sparse tensor": lambda state: _one(state, lambda value: value.to_sparse()),
+    "a tensor without content": lambda state: _one(state, lambda value: value.to("meta")),
+    "deep nesting": lambda state: {"model": {"model": {"teacher": {"weights": {"x": 1}}}}},
+}
+
+
+class Checkpoints:
+    """Checkpoints of a run, opened to test, to search and to go on with it."""
+
+    name = "checkpoints"
+
+    def __init__(self, good: Runs) -> None:
+        self.good = good
+
+    def case(self, rng: random.Random, folder: Path, canary: Path) -> Case:
+        run = self.good.run(folder)
+        places = run / "checkpoints"
+        last = places / json.loads((places / "last.json").read_text())["folder"]
+        draw = rng.random()
+        # one that is not as it was written must never be loaded
+        if draw < 0.05:
+            path = run / "journal.jsonl"
+            what = edit_line(path, rng)
+        elif draw < 0.2:
+            path = last / rng.choice((WEIGHTS, STATE))
+            what, content = damaged(path.read_bytes(), rng)
+            put(path, content)
+        elif draw < 0.4:
+            path = last / rng.choice((WEIGHTS, STATE))
+            what, content = self._forged(path, canary, rng)
+            put(path, content)
+            _sign(last)
+        elif draw < 0.55:
+            path = places / rng.choice(("last.json", "best.json"))
+            what = edit_json(path, rng)
+        elif draw < 0.7:
+            path = last / MANIFEST
+            what = edit_json(path, rng)
+        elif draw < 0.85:
+            path = rng.choice((places / "last.json", places / "best.json", last / WEIGHTS, last / STATE, last / MANIFEST, last))
+            what = replaced(path, rng)
+        else:
+            name = rng.choice(("step-x", "step--1", "step-", f"step-{'9' * 30}", "step-00000099", "step-\u0663", "a\nb"))
+            path = places / name
+            path.mkdir()
+            put(path / WEIGHTS, b"x")
+            what = "a folder of that name"
+        names = (path.name, last.name, "last.json", "best.json", str(places))
+        return Case(f"{path.relative_to(run)}: {what}", _opening(run, rng), names)
+
+    def _forged(self, path: Path, canary: Path, rng: random.Random) -> tuple[str, bytes]:
+        """Not what was written, but with a manifest that says so."""
+        if path.name == WEIGHTS:
+            what, content = damaged(path.read_bytes(), rng)
+            return f"{what}, signed", content
+        if rng.random() < 0.4:
+            return "a program in it, signed", hostile_pickle(canary, rng)
+        state = torch.load(path, weights_only=True)
+        part = rng.choice(sorted(state))
+        # what is inside the optimizer and the loss is theirs; of the rest every place
+        owner, key = state, part
+        if part in ("position", "settings", "identity") and rng.random() < 0.7:
+            part, owner, key = _somewhere(state[part], rng)
+        if rng.random() < 0.3:
+            del owner[key]
+            what = f"{part} gone, signed"
+        else:
+            owner[key] = rng.choice((None, 7, "x", [], {"x": 1}, torch.zeros(2), -1))
+            what = f"{part} = {str(owner[key])[:20]}, signed"
+        file = io.BytesIO()
+        torch.save(state, file)
+        return what, file.getvalue()
+
+
+def _sign(folder: Path) -> None:
+    manifest = {
+        name: {
+            "bytes": (folder / name).stat().st_size,
+            "blake2b": hashlib.blake2b((folder / name).read_bytes(), digest_size=16).hexdigest(),
+        }
+        for name in (WEIGHTS, STATE)
+    }
+    put(folder / MANIFEST, json.dumps(manifest).encode())
+
+
+def _opening(run: Path, rng: random.Random) -> Callable[[], object]:
+    quiet = ("--device", "cpu", "--cache", "none", "--no-tensorboard")
+    return rng.choice(
+        (
+            partial(open_run, run, checkpoint=rng.choice((None, "best", "last"))),
+            partial(_newest, run),
+            partial(command, "train", "--resume", str(run), *quiet),
+        )
+    )
+
+
+def _newest(run: Path) -> None:
+    found, _ = RunFolder(run).newest_good()
+    if found is not None:
+        found.weights()
+        found.state()
+
+
+class RecipeFiles:
+    """recipe.json of a run, which says what `--resume`, `eval` and `search` build."""
+
+    name = "recipe files"
+
+    def __init__(self, good: Runs) -> None:
+        self.good = good
+
+    def case(self, rng: random.Random, folder: Path, canary: Path) -> Case:
+        run = self.good.run(folder)
+        path = run / "recipe.json"
+        what = replaced(path, rng) if rng.random() < 0.06 else edit_json(path, rng)
+        call = rng.choice(
+            (
+                partial(load_run, run),
+                partial(load_run, run),
+                partial(command, "eval", str(run), "--data", str(folder / "nowhere"), "--device", "cpu"),
+            )
+        )
+        return Case(f"recipe.json: {what}", call, ("recipe.json", str(folder / "nowhere")))
+
+
+class Reports:
+    """Everything that `rankgrad report` reads. It leaves out what it cannot read, says so, and shows no label as HTML."""
+
+    name = "reports"
+
+    def __init__(self, good: Runs) -> None:
+        self.good = good
+
+    def case(self, rng: random.Random, folder: Path, canary: Path) -> Case:
+        run = self.good.run(folder)
+        test = run / "eval" / "test"
+        path = rng.choice(
+            (
+                *(run / "recipe.json", run / "journal.jsonl", run / "checkpoints" / "best.json", test / "result.json"),
+                *(test / "queries.npz", test / "queries.npz", test / "table.csv", test / "table.csv", test / "embeddings.npy"),
+            )
+        )
+        what = self._changed(path, canary, rng)
+        if path.name == "recipe.json":
+            what += self._other_pictures(test, folder / "images", rng)
+        return Case(f"{path.relative_to(run)}: {what}", partial(_report, run), (path.name, str(run)))
+
+    def _changed(self, path: Path, canary: Path, rng: random.Random) -> str:
+        draw = rng.random()
+        if draw < 0.1:
+            return replaced(path, rng)
+        if draw < 0.4:
+            what, content = damaged(path.read_bytes(), rng)
+            put(path, content)
+            return what
+        if path.suffix == ".json":
+            return edit_json(path, rng)
+        if path.suffix == ".jsonl":
+            return edit_line(path, rng)
+        if path.suffix == ".csv":
+            rows = path.read_text(encoding="utf-8").splitlines()
+            row = rng.randrange(len(rows))
+            script = "<script>alert(1)</script>"
+            rows[row] = rng.choice(("", "a", "../../../etc/passwd,1,,1,1", f"{script},{script},,1,1", '"', "," * 90))
+            put(path, "\n".join(rows).encode())
+            return f"line {row + 1}: {rows[row][:20]!r}"
+        return _changed_arrays(path, canary, rng)
+
+    def _other_pictures(self, test: Path, images: Path, rng: random.Random) -> str:
+        """The pictures themselves are of another kind."""
+        result = json.loads((test / "result.json").read_text(encoding="utf-8"))
+        listed = [line.split(",")[0] for line in (test / "table.csv").read_text(encoding="utf-8").splitlines()]
+        what = rng.choice((*BAD, *ODD))
+        content = {**BAD, **ODD}[what](rng)
+        for name in listed[1:]:
+            put(images / name, content)
+        put(test / "result.json", json.dumps({**result, "root": str(images)}).encode())
+        return f"; pictures are {what}"
+
+
+def _changed_arrays(path: Path, canary: Path, rng: random.Random) -> str:
+    """Arrays of other shapes and types, and objects where numbers should be."""
+    arrays = dict(np.load(path)) if path.suffix == ".npz" else {"": np.load(path)}
+    name = rng.choice(sorted(arrays))
+    array = arrays[name]
+    what, new = rng.choice(
+        (
+            ("a row too few", array[:-1]),
+            ("no rows", array[:0]),
+            ("another axis", array[None]),
+            ("a single number", np.array(3)),
+            ("texts", array.astype(str)),
+            ("complex", array.astype(np.complex64)),
+            ("nan", np.full(array.shape, np.nan)),
+            ("infinities", np.full(array.shape, -np.inf)),
+            ("negative", np.full(array.shape, -5)),
+            ("huge", np.full(array.shape, 2**62)),
+            ("zeros", np.zeros_like(array)),
+            ("booleans", array.astype(bool)),
+            ("dates", np.zeros(array.shape, "M8[s]")),
+            ("records", np.zeros(array.shape, [("a", "i4"), ("b", "f4")])),
+        )
+    )
+    if rng.random() < 0.15:
+        what, new = "a program in it", np.array([Program(canary)] * len(array), dtype=object)
+    file = io.BytesIO()
+    if path.suffix == ".npz":
+        np.savez(file, **{**arrays, name: new})
+    else:
+        np.save(file, new)
+    put(path, file.getvalue())
+    return f"{name} {what}"
+
+
+def _report(run: Path) -> None:
+    html = page(read_runs([run]))
+    assert "<script" not in html
+
+
+class Embeddings:
+    """Folders that `rankgrad embed` and `rankgrad index` wrote."""
+
+    name = "embeddings"
+
+    def __init__(self, good: Runs) -> None:
+        self.good = good
+
+    def case(self, rng: random.Random, folder: Path, canary: Path) -> Case:
+        ids = rng.choice(("parquet", "csv"))
+        place = self.good.embeddings(folder, ids)
+        path = place / rng.choice(("embeddings.npy", f"ids.{ids}", f"ids.{ids}", "embedding.json", "index.json", "index.faiss"))
+        draw = rng.random()
+        if draw < 0.1:
+            what = replaced(path, rng)
+        elif path.suffix == ".json" and draw < 0.8:
+            what = edit_json(path, rng)
+        elif path.suffix == ".npy" and draw < 0.6:
+            what = _changed_arrays(path, canary, rng)
+        elif path.suffix == ".csv" and draw < 0.6:
+            rows = path.read_text(encoding="utf-8").splitlines()
+            row = rng.randrange(len(rows))
+            rows[row] = rng.choice((*ODD_ROWS, "," * 90, "x" * 200_000))
+            put(path, "\n".join(rows).encode())
+            what = f"line {row + 1}: {rows[row][:30]!r}"
+        else:
+            what, content = damaged(path.read_bytes(), rng)
+            put(path, content)
+        call = rng.choice((partial(Gallery.open, place), partial(_search, place), partial(command, "index", str(place))))
+        return Case(f"{path.name}: {what}", call, (path.name, str(place)))
+
+
+def _search(place: Path) -> None:
+    searcher = Searcher.open(place)
+    searcher.search(np.array(searcher.gallery.embeddings[:2]), 3)

@@ -1,0 +1,292 @@
+"""The lives of a run: started, watched from outside until it is where a kill shall hit, and compared when all is over."""
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import safetensors.torch  # noqa: F401 (loaded once, before any fork)
+import torch
+import torch._dynamo
+
+import rankgrad.runs.pipeline  # noqa: F401 (loaded once, before any fork)
+from benchmarks.trials.tiny_run import COMMAND
+from rankgrad.cli import main as rankgrad_command
+from rankgrad.train.checkpoints import MANIFEST, STATE, UNFINISHED, RunFolder
+from rankgrad.train.errors import TrainingError
+from rankgrad.train.journal import entries
+
+# a life of this run takes some seconds; one that takes minutes hangs
+LONGEST_LIFE = 300.0
+THREADS = torch.get_num_threads()
+STAGES = (
+    "starting",
+    "decoding images",
+    "stepping",
+    "evaluating",
+    "about to write a checkpoint",
+    "writing a checkpoint",
+    "between checkpoint and pointer",
+    "writing a pointer",
+    "deleting old checkpoints",
+    "final test",
+)
+
+
+class Watch:
+    """What can be seen of a run from outside while it goes on; of decoding, if it has a cache of its own."""
+
+    def __init__(self, folder: Path, cache: Path | None = None) -> None:
+        self.folder, self.cache = folder, cache
+        self.checkpoints = folder / "checkpoints"
+        self.named = 0
+        """The highest step that last.json was seen to name."""
+
+    def look(self) -> None:
+        pointer = RunFolder(self.folder).pointer("last")
+        if pointer is not None:
+            self.named = max(self.named, int(pointer["step"]))
+
+    def last_entry(self) -> dict[str, Any]:
+        with contextlib.suppress(FileNotFoundError):
+            return max(enumerate(entries(self.folder / "journal.jsonl")), default=(0, {}), key=lambda pair: pair[0])[1]
+        return {}
+
+    def size(self) -> int:
+        """Bytes of the journal, the cheapest sign of progress."""
+        try:
+            return (self.folder / "journal.jsonl").stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def unfinished(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return sorted(name for name in os.listdir(self.checkpoints) if name.startswith(UNFINISHED))  # noqa: PTH208 (fast)
+        return []
+
+    def decoding(self) -> bool:
+        """Whether decoded images are being written."""
+        return self.cache is not None and any(self.cache.glob("*.tmp"))
+
+    def lives(self) -> int:
+        """How often the run was started or resumed."""
+        with contextlib.suppress(FileNotFoundError):
+            return sum(entry["kind"] in ("start", "resume") for entry in entries(self.folder / "journal.jsonl"))
+        return 0
+
+
+@dataclass
+class Life:
+    """A run from its start or resumption to a kill."""
+
+    aim: str
+    hit: str | None = None
+    """Where the kill hit; None where the run had ended before."""
+    problems: list[str] = field(default_factory=list)
+
+
+class Process:
+    """`rankgrad` with some arguments: a new interpreter, or a fork of this one. What it prints goes to a file."""
+
+    def __init__(
+        self, arguments: Sequence[str], said: Path, *, forked: bool = False, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._said = said
+        if forked:
+            # a fork of a process that has threads for its sums would wait for them, which are not there
+            torch.set_num_threads(1)
+            self.number = os.fork()
+            if self.number == 0:
+                _live(arguments, said)
+        else:
+            with said.open("wb") as file:
+                actions = [(os.POSIX_SPAWN_DUP2, file.fileno(), descriptor) for descriptor in (1, 2)]
+                self.number = os.posix_spawn(
+                    COMMAND[0], [*COMMAND, *arguments], {**os.environ, **(environment or {})}, file_actions=actions
+                )
+        self.status: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status, minus the signal that ended it; None while it lives."""
+        if self.status is None:
+            number, status = os.waitpid(self.number, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if number else None
+        return self.status
+
+    def kill(self) -> None:
+        """At once; one that has ended keeps its status."""
+        if self.poll() is None:
+            os.kill(self.number, signal.SIGKILL)
+            self.status = os.waitstatus_to_exitcode(os.waitpid(self.number, 0)[1])
+
+    def wait(self, seconds: float = LONGEST_LIFE) -> int | None:
+        """Until it ends; a life that takes minutes hangs and is ended."""
+        deadline = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.kill()
+        return self.status
+
+    def said(self) -> str:
+        """All that it printed."""
+        return self._said.read_text(encoding="utf-8", errors="replace").strip()
+
+    def last_words(self) -> str:
+        """The end of what it printed."""
+        return self.said()[-500:]
+
+
+def _live(arguments: Sequence[str], said: Path) -> NoReturn:
+    """The life of a fork; nothing of its parent's is cleaned up at its end."""
+    status = 1
+    try:
+        torch.set_num_threads(THREADS)
+        descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        status = rankgrad_command(list(arguments))
+    except BaseException:  # noqa: BLE001 (the parent shows it)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def moment(aim: str, watch: Watch, lives: int, rng: random.Random, seconds: float, starting: float) -> Iterator[bool]:
+    """False until the moment to kill has come. What is aimed at lasts milliseconds, so this looks without pause.
+
+    Args:
+        aim: where the kill shall hit, one of `kill_process.AIMS` or `kill_rank.RANK_AIMS`.
+        watch: of the run.
+        lives: how often it had been started or resumed before.
+        rng: draws how long to wait.
+        seconds: that a whole life takes.
+        starting: seconds until it steps.
+    """
+    began = time.monotonic()
+    if aim in ("any moment", "start"):
+        until = began + rng.uniform(0.0, seconds if aim == "any moment" else starting)
+        while time.monotonic() < until:
+            time.sleep(0.002)
+            yield False
+    elif aim == "decode":
+        yield from _seen(watch.decoding)
+    else:
+        # how much of the run is to pass before the kill; a run that is nearly over may end first
+        skipped = 0 if aim == "test" else rng.randrange(12)
+        yield from _seen(lambda: watch.lives() > lives)
+        for _ in range(skipped):
+            size = watch.size()
+            yield from _seen(lambda size=size: watch.size() != size)
+        signs: dict[str, Callable[[], bool]] = {
+            "step": lambda: watch.last_entry().get("kind") in ("step", "checkpoint", "resume"),
+            "evaluation": lambda: watch.last_entry().get("kind") == "epoch",
+            "checkpoint": lambda: bool(watch.unfinished()),
+            "pointer": lambda: any(name.endswith((".json", "-deleted")) for name in watch.unfinished()),
+            "test": lambda: watch.last_entry().get("kind") == "end",
+        }
+        yield from _seen(signs[aim])
+        # an evaluation takes 10 ms here, a checkpoint and a step 20 each, the final test 200
+        longest = {"evaluation": 0.008, "checkpoint": 0.015, "pointer": 0.0, "step": 0.02, "test": 0.15}[aim]
+        until = time.monotonic() + rng.uniform(0.0, longest)
+        while time.monotonic() < until:
+            yield False
+    while True:
+        yield True
+
+
+def _seen(sign: Callable[[], bool]) -> Iterator[bool]:
+    while not sign():
+        time.sleep(0.0005)
+        yield False
+
+
+def stage(watch: Watch, lives: int) -> str:
+    """What the run is doing, or a dead one was doing, from its files."""
+    left = watch.unfinished()
+    if any(name.endswith("-deleted") for name in left):
+        return "deleting old checkpoints"
+    if any(name.endswith(".json") for name in left):
+        return "writing a pointer"
+    if any("step-" in name for name in left):
+        return "writing a checkpoint"
+    steps = [int(path.name.removeprefix("step-")) for path in watch.checkpoints.glob("step-*")]
+    pointer = RunFolder(watch.folder).pointer("last")
+    if steps and max(steps) > (int(pointer["step"]) if pointer else 0):
+        return "between checkpoint and pointer"
+    if watch.decoding():
+        return "decoding images"
+    if watch.lives() == lives:
+        return "starting"
+    kind = str(watch.last_entry()["kind"])
+    doing = {"epoch": "evaluating", "eval": "about to write a checkpoint", "end": "final test"}
+    return doing.get(kind, "stepping")
+
+
+def complaints_after_kill(watch: Watch) -> list[str]:
+    """What a kill has cost; nothing if all is well."""
+    run = RunFolder(watch.folder)
+    try:
+        found, faults = run.newest_good()
+    except TrainingError as error:
+        return [str(error)]
+    problems = [f"a checkpoint is damaged: {fault}" for fault in faults]
+    step = 0 if found is None else found.step
+    if step < watch.named:
+        problems.append(f"last.json named step {watch.named}, what is left is of step {step}")
+    if found is not None:
+        found.weights()
+        found.state()
+    return problems
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that two equal runs must agree in."""
+    journal = list(entries(folder / "journal.jsonl"))
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    # it has times in it, and says how often the run was resumed
+    del files["journal.jsonl"]
+    return {
+        "losses": [(entry["step"], entry["loss"], entry["gradient"]) for entry in journal if entry["kind"] == "step"],
+        "evaluations": [(entry["step"], entry["metrics"]) for entry in journal if entry["kind"] == "eval"],
+        "epochs": [(entry["step"], entry["epoch"]) for entry in journal if entry["kind"] == "epoch"],
+        "end": [(entry["step"], entry["reason"]) for entry in journal if entry["kind"] == "end"][-1:],
+        **{name: _fingerprint(path) for name, path in files.items() if path.name != MANIFEST},
+    }
+
+
+def _fingerprint(path: Path) -> str:
+    """Of a file's content; of state.pt what it says, since pickle may say the same in other bytes."""
+    digest = hashlib.sha256()
+    if path.name == STATE:
+        for part in _flat(torch.load(path, weights_only=True)):
+            digest.update(part)
+    else:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _flat(value: Any) -> Iterator[bytes]:
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield value.contiguous().numpy().tobytes()
+    elif isinstance(value, (dict, list, tuple)):
+        yield f"{type(value).__name__} of {len(value)}".encode()
+        for item in value.items() if isinstance(value, dict) else value:
+            yield from _flat(item)
+    else:
+        yield repr(value).encode()
+
+
+def differences(run: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+    """Where a run is not like the one that was never killed."""
+    return [f"{key} is not the same" for key in sorted(run.keys() | reference.keys()) if run.get(key) != reference.get(key)]

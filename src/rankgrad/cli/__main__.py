@@ -1,0 +1,7 @@
+"""`python -m rankgrad.cli`."""
+
+import sys
+
+from rankgrad.cli import main
+
+sys.exit(main())

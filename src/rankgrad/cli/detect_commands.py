@@ -1,0 +1,194 @@
+"""`rankgrad detect`: train, eval, report, study, plan and recipes of detectors."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named, parsed_flag
+from rankgrad.cli.train_commands import parse_seeds
+from rankgrad.detection.detection_recipe import GROUPS, RECIPES, SETTINGS, DetectionRecipe, find, shrunk
+from rankgrad.detection.detection_task import Place, continue_run, evaluate_run, start_run
+from rankgrad.recipes.catalogue import percent, shown
+from rankgrad.runs.recipe import nearest
+
+Verb = Callable[[Sequence[str]], int]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Hands the arguments to the verb that stands first among them."""
+    width = max(map(len, VERBS))
+    parser = Parser(
+        "rankgrad detect",
+        "Object detection with RaMBO's AP loss.",
+        epilog="\n".join(["verbs:", *(f"  {name:{width}} {verb.__doc__}" for name, verb in VERBS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("verb", metavar="VERB", help=f"one of {', '.join(VERBS)}; VERB --help tells more")
+    parser.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="arguments of the verb")
+    chosen = parser.parse_args(list(arguments) or ["--help"])
+    if chosen.verb not in VERBS:
+        hint = nearest(chosen.verb, VERBS) or f"; choose one of {', '.join(VERBS)}"
+        parser.error(f"unknown verb {chosen.verb!r}{hint}")
+    return VERBS[chosen.verb](chosen.rest)
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Train a recipe and test the result."""
+    parser = _recipe_parser("rankgrad detect train", "Train a detection recipe and test the result.", arguments)
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run [runs/RECIPE]")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        nargs="?",
+        const="",
+        help="continue the run in this folder, or in --out",
+    )
+    given = parser.parse(arguments)
+    changes = changed_settings(given, SETTINGS)
+    if given.resume is not None:
+        if given.resume and given.out:
+            parser.error("--resume RUN and --out DIR both name the run's folder: give one")
+        folder = Path(given.resume) if given.resume else given.out or Path("runs") / _chosen(parser, given, changes).name
+        continue_run(folder, _place(given), changes)
+        return 0
+    recipe = _chosen(parser, given, changes)
+    start_run(recipe, _place(given), given.out or Path("runs") / recipe.name, debug=given.debug)
+    return 0
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Test a trained run again."""
+    from rankgrad.detection.detection_report import write_report
+
+    parser = Parser("rankgrad detect eval", "Test the last checkpoint of a run again.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument("--score-threshold", metavar="SHARE", help="below which a box is not reported [the run's own]")
+    _add_place(parser)
+    given = parser.parse(arguments)
+    text = given.score_threshold
+    changes = {} if text is None else {"score_threshold": parsed_flag(SETTINGS, "score_threshold", text)}
+    evaluate_run(given.run, _place(given), changes=changes)
+    print(f"report: {write_report([given.run], given.run / 'report.html')}")
+    return 0
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Make one HTML page of runs: AP of classes, curves, images with boxes."""
+    from rankgrad.detection.detection_report import write_report
+
+    parser = Parser("rankgrad detect report", "One HTML page about one run or several, which opens offline.")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run; others are compared with the first")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="file to write [report.html]")
+    given = parser.parse(arguments)
+    write_report(given.runs, given.out)
+    print(f"{given.out} ({given.out.stat().st_size / 1e6:.1f} MB)")
+    return 0
+
+
+def recipes(arguments: Sequence[str]) -> int:
+    """List the paper's rows that can be trained, or show one whole."""
+    parser = Parser("rankgrad detect recipes", "List the detection recipes, or show one whole.")
+    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="a recipe, or what the listed ones should contain")
+    given = parser.parse(arguments)
+    print(_description(RECIPES[given.name]) if given.name in RECIPES else _listing(given.name))
+    return 0
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Measure a step of a recipe on this machine, and the loss's part in it."""
+    from rankgrad.detection.detection_cost import plan_step
+
+    parser = _recipe_parser("rankgrad detect plan", "Measure a training step and the classification loss in it.", arguments)
+    given = parser.parse(arguments)
+    print(plan_step(_chosen(parser, given, changed_settings(given, SETTINGS)), _place(given).device))
+    return 0
+
+
+def study(arguments: Sequence[str]) -> int:
+    """Cross-entropy against the AP loss with the same budget, several seeds each."""
+    from rankgrad.detection.detection_study import STUDIES, run_study
+
+    parser = Parser("rankgrad detect study", "Train with cross-entropy and with the AP loss, with the same budget and seeds.")
+    parser.add_argument("study", metavar="STUDY", help=f"one of {', '.join(STUDIES)}")
+    parser.add_argument("--seeds", metavar="N or A,B", default="3", help="how many seeds, or which [3]")
+    parser.add_argument("--csv", metavar="FILE", type=Path, help="a line per run; a table is written beside it [in --out]")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs [runs/detect-STUDY]")
+    parser.add_argument("--debug", action="store_true", help="shrink every run, to see that all of it works")
+    _add_place(parser)
+    add_settings(parser, settings=SETTINGS, groups=GROUPS)
+    given = parser.parse(arguments)
+    if given.study not in STUDIES:
+        hint = nearest(given.study, STUDIES) or f"; choose one of {', '.join(STUDIES)}"
+        parser.error(f"there is no study {given.study!r}{hint}")
+    folder = given.out or Path("runs") / f"detect-{given.study}{'-debug' if given.debug else ''}"
+    seeds, changes = parse_seeds(given.seeds), changed_settings(given, SETTINGS)
+    print(f"\n{run_study(given.study, changes, seeds, _place(given), folder, csv=given.csv, debug=given.debug)}")
+    return 0
+
+
+VERBS: Mapping[str, Verb] = {
+    "train": train,
+    "eval": evaluate,
+    "report": report,
+    "recipes": recipes,
+    "plan": plan,
+    "study": study,
+}
+
+
+def _recipe_parser(prog: str, about: str, arguments: Sequence[str]) -> Parser:
+    parser = Parser(prog, about, usage=f"{prog} RECIPE [options]; every setting of a recipe is a flag")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="see `rankgrad detect recipes`")
+    parser.add_argument("--debug", action="store_true", help="shrink it to seconds on a CPU; without --data on drawn shapes")
+    _add_place(parser)
+    named = next((RECIPES[argument] for argument in arguments if argument in RECIPES), None)
+    add_settings(parser, named, settings=SETTINGS, groups=GROUPS)
+    return parser
+
+
+def _add_place(parser: Parser) -> None:
+    parser.add_argument("--data", metavar="DIR", type=Path, help="VOCdevkit, or a folder in its layout")
+    parser.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1 [a GPU where there is one]")
+    parser.add_argument("--workers", metavar="N", type=int, default=2, help="threads that decode images [2]")
+
+
+def _chosen(parser: Parser, given: argparse.Namespace, changes: dict[str, Any]) -> DetectionRecipe:
+    """The recipe that was named, with the flags' changes."""
+    if not given.recipe:
+        parser.error("name the recipe; `rankgrad detect recipes` lists them")
+    weights = changes.get("weights")
+    if isinstance(weights, str) and weights not in ("none", "default"):
+        # a run may be resumed from another folder
+        changes["weights"] = str(Path(weights).expanduser().resolve())
+    recipe = find(given.recipe).with_settings(changes)
+    # what the command line says stands, also in a shrunk run
+    return shrunk(recipe, drawn=given.data is None).with_settings(changes) if given.debug else recipe
+
+
+def _place(given: argparse.Namespace) -> Place:
+    if given.workers < 1:
+        raise ValueError(f"--workers must be at least 1, got {given.workers}")
+    return Place(None if given.data is None else given.data.expanduser().resolve(), device_named(given.device), given.workers)
+
+
+def _listing(pattern: str) -> str:
+    chosen = [each for each in RECIPES.values() if pattern.lower() in f"{each.name} {each.data_set} {each.what}".lower()]
+    if not chosen:
+        raise ValueError(f"no detection recipe contains {pattern!r}{nearest(pattern, RECIPES)}")
+    rows = [("recipe", "data", "what", "published", "source")]
+    for each in chosen:
+        numbers = [(f"{n.metric} {percent(n)}", n.source) for n in each.published[:1]] or [("", "")]
+        rows.append((each.name, each.data_set, each.what, *numbers[0]))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _description(recipe: DetectionRecipe) -> str:
+    entries = [(name, shown(getattr(recipe, name)), entry.metadata["about"]) for name, entry in SETTINGS.items()]
+    name_width, value_width = (max(len(entry[column]) for entry in entries) for column in (0, 1))
+    lines = [f"{recipe.name}: {recipe.what}", ""]
+    lines += [f"  {name:{name_width}}  {value:{value_width}}  {about}" for name, value, about in entries]
+    lines += ["", *(f"published: {n.metric} {percent(n)}, {n.source}" for n in recipe.published)]
+    lines += [f"note: {note}" for note in recipe.notes]
+    return "\n".join(lines)

@@ -1,0 +1,61 @@
+"""Google Landmarks, first version (2018): for training only."""
+
+import re
+from pathlib import Path
+
+from rankgrad.data.readers.base import DataSet, Reader, Size, Source
+from rankgrad.data.readers.list_files import Column, Rows, as_labels, brief, check_rows, numbered_csv
+
+CSV_COLUMNS = (Column("id", unique=True), Column("url"), Column("landmark_id", "integer"))
+LIST_COLUMNS = (Column("path", "path", unique=True), Column("label"))
+# where people have put the images; neither list says it
+IMAGE_FOLDERS = ("train", "images", "jpg", "")
+_ID = re.compile(r"[0-9A-Za-z_-]{1,128}")
+
+
+def read_gldv1(source: Source) -> DataSet:
+    """Kaggle's train.csv, images named <id>.jpg, or a list of paths and labels as in naver's landmarks18."""
+    folder, mark = source.folder("train.csv", "lists/train.txt")
+    if mark == "train.csv":
+        rows = _csv_rows(source, folder / mark)
+        paths, labels = [f"{image}.jpg" for image in rows.texts["id"]], rows.integers("landmark_id")
+    else:
+        rows = source.rows(folder / mark, *LIST_COLUMNS)
+        paths, labels = rows.texts["path"], as_labels(rows.texts["label"])
+    source.problems.settle()
+
+    root = _image_folder(folder, paths)
+    source.notes.append(
+        "RS@k trained on 1,060,709 images of 12,894 landmarks, chosen from the 1,225,029 of 14,951 by a rule it does not give"
+    )
+    return source.finish({"train": source.table("train", root, paths, labels, listed_at=rows)}, protocols={}, ks=())
+
+
+def _csv_rows(source: Source, path: Path) -> Rows:
+    lines = numbered_csv(path, source.problems)
+    wanted = [column.name for column in CSV_COLUMNS]
+    number, header = next(lines, (1, []))
+    if header != wanted:
+        source.problems.add(f"{path}:{number}", f"the header {','.join(wanted)!r} wanted, got {brief(','.join(header))}")
+    rows = check_rows(path, lines, CSV_COLUMNS, source.problems)
+    for i, image in enumerate(rows.texts["id"]):
+        if not _ID.fullmatch(image):
+            source.problems.add(rows.where(i), f"id must be letters and digits, it names a file, got {brief(image)}")
+    return rows
+
+
+def _image_folder(folder: Path, paths: list[str]) -> Path:
+    """The first folder that has any of the first thousand images."""
+    for name in IMAGE_FOLDERS:
+        if any((folder / name / path).is_file() for path in paths[:1000]):
+            return folder / name
+    return folder / IMAGE_FOLDERS[0]
+
+
+GLDV1 = Reader(
+    name="gldv1",
+    title="Google Landmarks v1 (2018)",
+    layout="train.csv (id,url,landmark_id) with images train/<id>.jpg, or lists/train.txt (path label) with those paths",
+    load=read_gldv1,
+    sizes={"train": (Size(1_225_029, 14_951), Size(1_060_709, 12_894))},
+)

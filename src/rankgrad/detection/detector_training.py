@@ -1,0 +1,259 @@
+"""A detector as the training loop knows a model: one row of numbers per image, and a loss of all rows.
+
+A row holds what the losses of an image need: the detector's own losses of boxes and proposals, and logits and targets of the
+regions that were sampled in it. So the AP loss ranks the regions of the whole batch, however few images go through the
+network at once, and journal, checkpoints, resumption and large batches are those of `rankgrad.train`.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models.detection import FasterRCNN
+
+from rankgrad import AveragePrecision, Exact, RankLoss
+from rankgrad._checks import check_count
+from rankgrad.data.seeds import bits, generator, permutation
+from rankgrad.detection.box_evaluation import Found
+from rankgrad.detection.faster_rcnn import ClassificationLoss, use_classification_loss
+from rankgrad.detection.scenes import Scenes
+
+# the losses that stay torchvision's
+OTHERS = ("loss_objectness", "loss_rpn_box_reg", "loss_box_reg")
+# batches decoded before they are asked for
+AHEAD = 2
+NOTHING = -1
+"""Target of a region that is not there."""
+
+
+class _Heard:
+    """Stands where the classification loss is, and keeps what it is given."""
+
+    logits: Tensor
+    targets: Tensor
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        self.logits, self.targets = logits, targets
+        return logits.new_zeros(())
+
+
+class RowDetector(nn.Module):
+    """From a batch of `DetectionBatches` to rows [images, 3 + regions x (2 + classes)] of its regions and losses."""
+
+    def __init__(self, detector: FasterRCNN) -> None:
+        super().__init__()
+        self.detector = detector
+        self._heard = _Heard()
+        use_classification_loss(detector, self._heard)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        images, targets = unpacked(batch)
+        losses = self.detector(images, targets)
+        logits, labels = self._heard.logits.float(), self._heard.targets
+        del self._heard.logits, self._heard.targets
+        most: int = self.detector.roi_heads.fg_bg_sampler.batch_size_per_image
+        # which row a region stands in does not matter: the loss sees those of all
+        spare = len(images) * most - len(logits)
+        columns = torch.cat((F.pad(labels, (0, spare), value=NOTHING)[:, None], F.pad(logits, (0, 0, 0, spare))), dim=1)
+        others = torch.stack([losses[name].float() for name in OTHERS])
+        return torch.cat((others.expand(len(images), -1), columns.view(len(images), -1)), dim=1)
+
+
+class DetectionObjective(nn.Module):
+    """The whole loss of a detector, from the rows of a `RowDetector`.
+
+    Args:
+        loss: of logits and targets, such as `DetectionAPLoss()` or torch's `cross_entropy`.
+        classes: without background.
+    """
+
+    def __init__(self, loss: ClassificationLoss, classes: int) -> None:
+        super().__init__()
+        self.classification_loss, self.classes = loss, classes
+        self._exact = RankLoss(Exact(), AveragePrecision())
+        self._parts: dict[str, Tensor] = {}
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        others = rows[:, : len(OTHERS)].mean(dim=0)
+        logits, targets = self._regions(rows)
+        classification = self.classification_loss(logits, targets)
+        self._parts = {"loss_classifier": classification.detach()}
+        self._parts |= dict(zip(OTHERS, others.detach(), strict=True))
+        return classification + others.sum()
+
+    def diagnose(self, rows: Tensor, labels: Tensor) -> dict[str, float]:
+        """The parts of the last loss, and how well the sampled regions are ranked: exact AP, without margin or memory."""
+        logits, targets = self._regions(rows.detach())
+        scores = logits.softmax(dim=1)[:, 1:].t()
+        relevant = targets == torch.arange(1, self.classes + 1, device=targets.device)[:, None]
+        numbers = {name: float(value) for name, value in self._parts.items()}
+        numbers["regions"] = float(len(targets))
+        numbers["positives"] = float((targets > 0).sum())
+        if numbers["positives"]:
+            numbers["batch_mAP"] = 1 - float(self._exact.from_scores(scores, relevant))
+        return numbers
+
+    def _regions(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        columns = rows[:, len(OTHERS) :].reshape(-1, 2 + self.classes)
+        there = columns[:, 0] != NOTHING
+        return columns[there, 1:], columns[there, 0].detach().long()
+
+
+class DetectionBatches:
+    """Batches of images with their boxes, in a new order each epoch, every other one mirrored.
+
+    What step s of epoch e shows is a function of (seed, e, s). Objects that are called difficult are left out unless asked for.
+
+    Args:
+        scenes: what is shown.
+        batch_size: images; the last batch of an epoch may hold fewer.
+        seed: of order and mirroring.
+        flip: mirror every other image.
+        difficult: show difficult objects too.
+        workers: threads that decode.
+    """
+
+    def __init__(
+        self,
+        scenes: Scenes,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        flip: bool = True,
+        difficult: bool = False,
+        workers: int = 2,
+    ) -> None:
+        check_count(batch_size, name="batch_size", caller="DetectionBatches")
+        check_count(workers, name="workers", caller="DetectionBatches")
+        self.scenes, self.batch_size, self.seed = scenes, batch_size, seed
+        self.flip, self.difficult, self.workers = flip, difficult, workers
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """What the next iteration shows."""
+        check_count(epoch, name="epoch", caller="DetectionBatches.set_epoch", least=0)
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.scenes) / self.batch_size)
+
+    def iterate(self, start: int) -> Iterator[tuple[int, Tensor, dict[str, Tensor], Tensor]]:
+        """(step, numbers of the images, batch, objects of each image) from step `start` on."""
+        check_count(start, name="start", caller="DetectionBatches.iterate", least=0)
+        order = permutation(len(self.scenes), bits(self.seed, "detection order", self.epoch))
+        epoch = self.epoch
+
+        def made(step: int) -> tuple[int, Tensor, dict[str, Tensor], Tensor]:
+            numbers = order[step * self.batch_size : (step + 1) * self.batch_size]
+            mirrored = torch.rand(len(numbers), generator=generator(self.seed, "detection flip", epoch, step)) < 0.5
+            items = [self._item(int(i), bool(m) and self.flip) for i, m in zip(numbers, mirrored, strict=True)]
+            batch = packed(items)
+            return step, torch.from_numpy(numbers), batch, (batch["labels"] > 0).sum(dim=1)
+
+        return ahead(made, start, len(self), self.workers)
+
+    def _item(self, number: int, mirrored: bool) -> tuple[Tensor, Tensor, Tensor]:
+        scene = self.scenes.scenes[number] if self.difficult else self.scenes.scenes[number].clear
+        image, boxes = self.scenes.image(number), torch.from_numpy(scene.boxes.copy())
+        if mirrored:
+            image = image.flip(2)
+            boxes[:, [0, 2]] = scene.width - boxes[:, [2, 0]]
+        return image, boxes, torch.from_numpy(scene.labels)
+
+
+def packed(items: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Images, boxes and labels of several scenes as tensors with a row per scene, padded at their ends."""
+    height, width = (max(image.shape[axis] for image, _, _ in items) for axis in (1, 2))
+    most = max(len(labels) for _, _, labels in items)
+    batch = {
+        "images": torch.zeros(len(items), 3, height, width, dtype=torch.uint8),
+        "sizes": torch.tensor([image.shape[1:] for image, _, _ in items]),
+        "boxes": torch.zeros(len(items), most, 4),
+        "labels": torch.full((len(items), most), NOTHING),
+    }
+    for row, (image, boxes, labels) in enumerate(items):
+        batch["images"][row, :, : image.shape[1], : image.shape[2]] = image
+        batch["boxes"][row, : len(labels)] = boxes
+        batch["labels"][row, : len(labels)] = labels
+    return batch
+
+
+def unpacked(batch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Images and targets as torchvision's detectors want them: pixels in 0..1, no padding."""
+    images = [
+        image[:, :height, :width].float() / 255
+        for image, (height, width) in zip(batch["images"], batch["sizes"].tolist(), strict=True)
+    ]
+    targets = []
+    for boxes, labels in zip(batch["boxes"], batch["labels"], strict=True):
+        there = labels != NOTHING
+        targets.append({"boxes": boxes[there], "labels": labels[there]})
+    return images, targets
+
+
+@torch.no_grad()
+def detect(
+    detector: FasterRCNN,
+    scenes: Scenes,
+    *,
+    device: torch.device,
+    batch_size: int = 8,
+    workers: int = 2,
+    autocast: torch.dtype | None = None,
+    each: Callable[[int], None] | None = None,
+) -> list[Found]:
+    """What a detector finds in every image, in their order.
+
+    Args:
+        detector: of torchvision; put into evaluation mode for the call.
+        scenes: where to look.
+        device: where the detector is.
+        batch_size: images at once.
+        workers: threads that decode.
+        autocast: dtype of an autocast region.
+        each: called with the number of images after each batch.
+    """
+    was_training = detector.training
+    detector.eval()
+    found: list[Found] = []
+
+    def made(step: int) -> list[Tensor]:
+        last = min((step + 1) * batch_size, len(scenes))
+        return [scenes.image(number) for number in range(step * batch_size, last)]
+
+    try:
+        for images in ahead(made, 0, math.ceil(len(scenes) / batch_size), workers):
+            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                outputs = detector([image.to(device, non_blocking=True).float() / 255 for image in images])
+            found += [_found(output) for output in outputs]
+            if each is not None:
+                each(len(images))
+    finally:
+        detector.train(was_training)
+    return found
+
+
+def _found(output: Mapping[str, Tensor]) -> Found:
+    boxes, scores = (output[name].float().cpu().numpy().astype(np.float32) for name in ("boxes", "scores"))
+    return Found(boxes, output["labels"].cpu().numpy().astype(np.int64), scores)
+
+
+def ahead(made: Callable[[int], Any], start: int, stop: int, workers: int) -> Iterator[Any]:
+    """`made` of start .. stop - 1 in order, made by threads a few steps before they are asked for."""
+    pool = ThreadPoolExecutor(workers)
+    waiting: deque[Future[Any]] = deque()
+    try:
+        for step in range(start, stop):
+            waiting.append(pool.submit(made, step))
+            if len(waiting) > AHEAD + workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,172 @@
+"""Triton kernels for exact ranks of long lists of given scores: streaming passes, no sort of the scores. float32 inside.
+
+    table_kernel   where each bucket of a monotone map of scores begins in the sorted thresholds
+    count_kernel   a block of scores: bucket, search among the thresholds of the bucket, one count more at the place found
+    pull_kernel    the same against thresholds before and after a perturbation: gradient of the scores, and the new counts
+    land_kernel    gradients of the relevant scores, written where they belong
+    column_kernel  columns of the relevant items of every list, in order, where waiting for their number is not wanted
+
+Thresholds are sorted in descending order, infinite padding first. The place of a score is the number of thresholds above
+it, so a score reaches the threshold at its place and all after it, and the counts up to a place add up to the scores that
+reach the threshold there. Counts are integers, so the same input gives the same bits in whatever order the blocks come.
+rankgrad.ops.thresholds says why rounding in the map does no harm; it must only be the same map in all kernels.
+
+Letters:  n scores, P thresholds of a list   i a list, i_ program index, o_ offsets, m_ a mask, b_ a block in registers
+"""
+
+import triton
+import triton.language as tl
+
+# They differ from call to call, and no load gets wider by knowing that one of them is even.
+SIZES = ["P", "BUCKETS", "steps", "blocks"]
+
+
+@triton.jit
+def _bucket(b_s, top, per_score, BUCKETS):
+    """Buckets from the highest score down, 0 above `top`; per_score is negative. Never turns the order of scores around."""
+    b_f = (b_s - top) * per_score
+    # the 1 is added to the integer: a fused multiply-add here and none in another kernel would be two maps
+    return tl.minimum(tl.where(b_f >= 0, b_f, -1.0), BUCKETS - 2.0).to(tl.int32) + 1
+
+
+@triton.jit
+def _search(b_s, descending, b_low, b_high):
+    """Thresholds above each score, of which b_low are known to be and those from b_high on are known not to be."""
+    width = tl.max(b_high - b_low, 0)
+    while width > 0:
+        b_middle = (b_low + b_high) // 2
+        m_open = b_low < b_high
+        b_t = tl.load(descending + b_middle, mask=m_open, other=0.0)
+        m_above = m_open & (b_t > b_s)
+        b_high = tl.where(m_open & (b_t <= b_s), b_middle, b_high)
+        b_low = tl.where(m_above, b_middle + 1, b_low)
+        width = width // 2
+    return b_low
+
+
+@triton.jit
+def _tally(counts, b_place, m_visible, P):
+    """One count more at each place; P is beyond the last threshold and not needed."""
+    # whole blocks may share a place, where scores are equal or above all thresholds: that is one addition
+    first = tl.min(tl.where(m_visible, b_place, P), 0)
+    together = tl.sum((m_visible & (b_place == first)).to(tl.int32), 0)
+    tl.atomic_add(counts + first, together, mask=first < P, sem="relaxed")
+    tl.atomic_add(counts + b_place, 1, mask=m_visible & (b_place > first) & (b_place < P), sem="relaxed")
+
+
+@triton.jit
+def _scores(scores, relevant, ranked, row_stride, row, o_n, n, RANKED: tl.constexpr):
+    """A block of scores in float32, which of them are counted, and which there are at all."""
+    m_n = o_n < n
+    b_s = tl.load(scores + row * row_stride + o_n, mask=m_n, other=0.0).to(tl.float32)
+    m_visible = m_n & (tl.load(relevant + row * n + o_n, mask=m_n, other=1) == 0)
+    if RANKED:
+        m_visible = m_visible & (tl.load(ranked + row * n + o_n, mask=m_n, other=0) != 0)
+    return b_s, m_visible, m_n
+
+
+@triton.jit(do_not_specialize=SIZES)
+def table_kernel(
+    descending, num_relevant, rows, bucket_map, begin, P, BUCKETS, steps, blocks,
+    MAKE_MAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """begin[i, b] = thresholds of row i in buckets before b, for b = 0 .. BUCKETS. MAKE_MAP: find the map and store it too."""
+    i = (tl.program_id(0) // blocks).to(tl.int64)
+    i_block = tl.program_id(0) % blocks
+    descending += i * P
+    if MAKE_MAP:
+        # there are more relevant items than thresholds where the padding was too narrow, and the result will not be used
+        padding = tl.maximum(tl.minimum(P - tl.load(num_relevant + tl.load(rows + i)), P - 1), 0)
+        # infinite scores must not stretch the map
+        top = tl.minimum(tl.maximum(tl.load(descending + padding), -3.0e38), 3.0e38)
+        bottom = tl.minimum(tl.maximum(tl.load(descending + P - 1), -3.0e38), 3.0e38)
+        # half of each: the difference may overflow
+        span = tl.maximum(top * 0.5 - bottom * 0.5, 1.0e-30)
+        per_score = (1.5 - BUCKETS * 0.5) / span
+        if i_block == 0:
+            tl.store(bucket_map + 2 * i, top)
+            tl.store(bucket_map + 2 * i + 1, per_score)
+    else:
+        top = tl.load(bucket_map + 2 * i)
+        per_score = tl.load(bucket_map + 2 * i + 1)
+    o_b = i_block * BLOCK + tl.arange(0, BLOCK)
+    m_b = o_b <= BUCKETS
+    b_low = tl.zeros([BLOCK], tl.int32)
+    b_high = tl.zeros([BLOCK], tl.int32) + P
+    for _ in range(steps):
+        b_middle = (b_low + b_high) // 2
+        m_open = m_b & (b_low < b_high)
+        b_t = tl.load(descending + b_middle, mask=m_open, other=0.0)
+        m_before = _bucket(b_t, top, per_score, BUCKETS) < o_b
+        b_high = tl.where(m_open & (m_before == 0), b_middle, b_high)
+        b_low = tl.where(m_open & m_before, b_middle + 1, b_low)
+    tl.store(begin + i * (BUCKETS + 1) + o_b, b_low, mask=m_b)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def count_kernel(
+    scores, relevant, ranked, rows, bucket_map, descending, begin, counts, row_stride, n, P, BUCKETS, blocks,
+    RANKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """counts[i, k] += scores of list i that lie below k thresholds and no more."""
+    i = (tl.program_id(0) // blocks).to(tl.int64)
+    o_n = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_s, m_visible, _ = _scores(scores, relevant, ranked, row_stride, tl.load(rows + i), o_n, n, RANKED)
+    b_bucket = _bucket(b_s, tl.load(bucket_map + 2 * i), tl.load(bucket_map + 2 * i + 1), BUCKETS)
+    p_begin = begin + i * (BUCKETS + 1) + b_bucket
+    b_low = tl.load(p_begin, mask=m_visible, other=0)
+    b_high = tl.load(p_begin + 1, mask=m_visible, other=0)
+    _tally(counts + i * P, _search(b_s, descending + i * P, b_low, b_high), m_visible, P)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def pull_kernel(
+    scores, relevant, ranked, rows, bucket_map, descending, begin, moved, moved_begin, scale, gradient, counts,
+    row_stride, n, P, BUCKETS, blocks,
+    RANKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same counts for thresholds that have moved, and how many more of them than before are above, times scale[i]."""
+    i = (tl.program_id(0) // blocks).to(tl.int64)
+    o_n = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + i)
+    b_s, m_visible, m_n = _scores(scores, relevant, ranked, row_stride, row, o_n, n, RANKED)
+    b_bucket = _bucket(b_s, tl.load(bucket_map + 2 * i), tl.load(bucket_map + 2 * i + 1), BUCKETS)
+    o_begin = i * (BUCKETS + 1) + b_bucket
+    b_low = tl.load(begin + o_begin, mask=m_visible, other=0)
+    b_high = tl.load(begin + o_begin + 1, mask=m_visible, other=0)
+    b_moved_low = tl.load(moved_begin + o_begin, mask=m_visible, other=0)
+    b_moved_high = tl.load(moved_begin + o_begin + 1, mask=m_visible, other=0)
+    b_place = _search(b_s, descending + i * P, b_low, b_high)
+    b_moved = _search(b_s, moved + i * P, b_moved_low, b_moved_high)
+    # a rank grows by the relevant items that pass the score and shrinks by those that fall behind it; hidden scores have
+    # been loaded no table and are at place 0 of both
+    b_gradient = (b_moved - b_place).to(tl.float32) * tl.load(scale + i)
+    tl.store(gradient + row * n + o_n, b_gradient.to(gradient.dtype.element_ty), mask=m_n)
+    _tally(counts + i * P, b_moved, m_visible, P)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def land_kernel(d_relevant, columns, num_relevant, first, rows, gradient, n, P, blocks, BLOCK: tl.constexpr):
+    """gradient[rows[i], column of the j-th relevant item] = d_relevant[i, j]."""
+    i = (tl.program_id(0) // blocks).to(tl.int64)
+    o_p = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + i)
+    m_p = (o_p < tl.load(num_relevant + row)) & (o_p < P)
+    b_column = tl.load(columns + tl.load(first + row) + o_p, mask=m_p, other=0)
+    b_gradient = tl.load(d_relevant + i * P + o_p, mask=m_p, other=0.0)
+    tl.store(gradient + row * n + b_column, b_gradient.to(gradient.dtype.element_ty), mask=m_p)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def column_kernel(relevant, counts, columns, n, P, blocks, STORE: tl.constexpr, BLOCK: tl.constexpr):
+    """counts[i, block] = relevant items of the block; STORE: it holds those up to the block's end, and columns[i] is filled."""
+    i = (tl.program_id(0) // blocks).to(tl.int64)
+    i_block = tl.program_id(0) % blocks
+    o_n = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_is = (tl.load(relevant + i * n + o_n, mask=o_n < n, other=0) != 0).to(tl.int32)
+    p_count = counts + i * blocks + i_block
+    if STORE:
+        o_p = tl.load(p_count) - tl.sum(b_is, 0) + tl.cumsum(b_is, 0) - b_is
+        tl.store(columns + i * P + o_p, o_n, mask=(b_is != 0) & (o_p < P))
+    else:
+        tl.store(p_count, tl.sum(b_is, 0))

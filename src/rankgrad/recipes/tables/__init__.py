@@ -1,1 +1,0 @@
-"""The rows, one file per paper, and a file of our own."""

@@ -1,0 +1,136 @@
+"""Where the relevant items of queries stand in their lists, summed up: ranks by powers of two, precision by recall."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rankgrad.eval.embedding_blocks import Rows
+from rankgrad.eval.evaluation import MEMORY_LIMIT
+from rankgrad.eval.metrics import Ranked
+from rankgrad.eval.rank_counts import SameLabel, against_gallery
+from rankgrad.report.run_reader import Evaluation, Index
+
+MOST_QUERIES = 2000
+RECALLS = np.arange(1, 101) / 100
+
+
+@dataclass(frozen=True, eq=False)
+class Positives:
+    """All relevant items of some queries.
+
+    Attributes:
+        queries: how many were looked at.
+        of: how many there are.
+        ranks: [bins] relevant items with rank 1, 2, 3 to 4, 5 to 8 and so on.
+        ideal: [bins] the same if every list were perfect.
+        precision: [100] mean over queries of the precision where 1 %, 2 %, ... of the relevant items are found.
+    """
+
+    queries: int
+    of: int
+    ranks: Index
+    ideal: Index
+    precision: NDArray[np.float64]
+
+    @property
+    def bins(self) -> list[str]:
+        return bin_names(len(self.ranks))
+
+
+def bin_names(count: int) -> list[str]:
+    """`1`, `2`, `3-4`, `5-8`, ..."""
+    ends = [2**i for i in range(count)]
+    dash = "\N{EN DASH}"
+    return [str(end) if end <= 2 else f"{_short(end // 2 + 1)}{dash}{_short(end)}" for end in ends]
+
+
+def _short(value: int) -> str:
+    return str(value) if value < 10_000 else f"{value / 1000:.0f}k"
+
+
+def positives(evaluation: Evaluation, most: int = MOST_QUERIES) -> Positives | str:
+    """Ranks of all relevant items, counted again from the embeddings; or why that cannot be."""
+    if evaluation.by_lists:
+        return f"{evaluation.protocol}: the data set lists what is relevant to each query, and a run's folder does not hold it."
+    if evaluation.protocol == "vehicleid-official":
+        first = evaluation.first_rank
+        if first is None:
+            return "queries.npz is missing: test the run again with `rankgrad eval`."
+        # one right answer in every gallery
+        return _summed([first.astype(np.int64)[:, None]], len(first))
+    table, index = evaluation.table, evaluation.index
+    if table is None or evaluation.embeddings is None:
+        return "Ranks need the embeddings and the table of the test: test the run again with `rankgrad eval`."
+    asking = np.flatnonzero(table.is_query) if index is None else index
+    chosen = sample(len(asking), most)
+    try:
+        found = _summed(_ranks(evaluation, asking[chosen]), len(asking))
+    except ValueError as error:
+        return f"Ranks cannot be counted: {error}"
+    return found
+
+
+def sample(count: int, most: int) -> Index:
+    """`most` positions of `count` in order, always the same ones."""
+    if count <= most:
+        return np.arange(count)
+    return np.sort(np.random.default_rng(0).choice(count, most, replace=False))
+
+
+def _ranks(evaluation: Evaluation, asking: Index) -> Iterator[Index]:
+    """[B, P] ascending ranks of a few queries at a time, 0 at the padding."""
+    table, embeddings = evaluation.table, evaluation.embeddings
+    assert table is not None
+    assert embeddings is not None
+    gallery = np.flatnonzero(table.is_gallery)
+    place = np.full(len(table), -1)
+    place[gallery] = np.arange(len(gallery))
+    relevance = SameLabel(table.classes[asking], table.classes[gallery], place[asking])
+    everyone = embeddings if len(gallery) == len(table) else embeddings[gallery]
+    queries, candidates = (
+        Rows.of([rows], device=torch.device("cpu"), normalize=True, name="embeddings", caller="report")
+        for rows in (embeddings[asking], everyone)
+    )
+    for ahead in against_gallery(queries, candidates, relevance, budget=MEMORY_LIMIT, tick=lambda _: None):
+        ranked = Ranked.of(ahead.count, ahead.valid)
+        yield ranked.rank.masked_fill(~ranked.valid, 0).numpy()
+
+
+def _summed(parts: Iterator[Index] | list[Index], of: int) -> Positives:
+    seen, bins = 0, 1
+    ranks, ideal = np.zeros(64, np.int64), np.zeros(64, np.int64)
+    precision = np.zeros(len(RECALLS))
+    for part in parts:
+        real = part > 0
+        sizes = real.sum(axis=1)
+        places = np.broadcast_to(np.arange(1, part.shape[1] + 1), part.shape)
+        ranks += np.bincount(_bin(part[real]), minlength=64)
+        ideal += np.bincount(_bin(places[real]), minlength=64)
+        # the item that brings the recall to r is number ceil(r R)
+        needed = np.ceil(RECALLS * sizes[:, None] - 1e-9).astype(np.int64)
+        precision += (needed / np.take_along_axis(part, needed - 1, axis=1)).sum(axis=0)
+        seen += len(part)
+    used = np.flatnonzero(ranks)
+    bins = int(used[-1]) + 1 if len(used) else 1
+    if not seen:
+        raise ValueError("no query has a relevant item")
+    return Positives(seen, of, ranks[:bins], ideal[:bins], precision / seen)
+
+
+def _bin(ranks: Index) -> Index:
+    """0 for rank 1, 1 for 2, 2 for 3 and 4, 3 for 5 to 8: the exponent of the power of two that is not below."""
+    return np.ceil(np.log2(ranks) - 1e-12).astype(np.int64)
+
+
+def share_found(first_rank: NDArray[np.float64], ks: Index) -> NDArray[np.float64]:
+    """R@k for every k: the share of queries whose first right answer is among the first k."""
+    known = np.sort(first_rank[~np.isnan(first_rank)])
+    return np.searchsorted(known, ks, side="right") / max(len(known), 1)
+
+
+def cut_offs(highest: int) -> Index:
+    """1, 2, 3, ... and from about 20 on ever wider steps, up to `highest`."""
+    return np.unique(np.geomspace(1, max(highest, 2), 72).round().astype(np.int64))

@@ -1,0 +1,1 @@
+"""One pipeline for any task: start, resume, evaluate; the run folder."""

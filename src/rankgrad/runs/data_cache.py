@@ -1,0 +1,219 @@
+"""The images that recipes ask for, read and decoded once however many runs use them."""
+
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rankgrad.data.image_files import Decoding
+from rankgrad.data.image_store import Images, open_images
+from rankgrad.data.readers import DataSet, read
+from rankgrad.data.table import Table, halves
+from rankgrad.runs.recipe import Recipe
+from rankgrad.train.processes import ALONE, Processes
+from rankgrad.train.sharding import Parallel
+
+# the part of a GPU's free memory that decoded images may take; the rest is for training
+SHARE_FOR_IMAGES = 0.4
+# ends the name of a test whose gallery has distractors too
+WITH_DISTRACTORS = "+r1m"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a recipe runs: what may differ between two runs of the same result."""
+
+    data: Path | None
+    device: torch.device
+    cache: Path | None = None
+    workers: int | None = None
+    tensorboard: Literal["auto", "on", "off"] = "off"
+    wandb: str = ""
+    processes: Processes = ALONE
+    parallel: Parallel = "ddp"
+
+    def say(self, text: str) -> None:
+        """A line for the user, said by the first process."""
+        if self.processes.first:
+            print(text, flush=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A split with its images. `rows` are those of its images that are meant; None: all."""
+
+    images: Images | Decoding
+    table: Table
+    rows: NDArray[np.int64] | None = None
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Of the rows that are meant."""
+        return self.table.labels if self.rows is None else self.table.labels[self.rows]
+
+    @property
+    def meant(self) -> Table:
+        """The table of the rows that are meant."""
+        return self.table if self.rows is None else self.table.select(self.rows)
+
+
+class Shelf:
+    """Opens each data set and each split once."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._data_sets: dict[tuple[str, bool, bool], DataSet] = {}
+        self._parts: dict[tuple[object, ...], Part] = {}
+
+    def data_set(self, recipe: Recipe, name: str | None = None) -> DataSet:
+        """The data set `name`, by default the one that `recipe` trains on."""
+        name = name or recipe.data_set
+        key = (name, recipe.partial, bool(recipe.test_on))
+        if key not in self._data_sets:
+            self._data_sets[key] = read(name, self._folder(name, shared=bool(recipe.test_on)), partial=recipe.partial)
+        return self._data_sets[key]
+
+    def _folder(self, name: str, *, shared: bool) -> Path | None:
+        """Where `name` lies: in --data, or, where a recipe uses several data sets, in the folder of its name there."""
+        root = self.place.data
+        if name == "glyphs":
+            return None
+        if root is None:
+            raise ValueError(f"the data set {name!r} needs --data DIR, the folder that holds it")
+        return root / name if shared and (root / name).is_dir() else root
+
+    def table(self, recipe: Recipe, split: str, name: str | None = None) -> Table:
+        """The images of a split that `recipe` uses."""
+        data_set = self.data_set(recipe, name)
+        if split not in data_set.splits:
+            raise ValueError(f"{data_set.name} has no split {split!r}; it has {', '.join(data_set.splits)}")
+        return limited(data_set.splits[split], recipe.classes, recipe.images_per_class)
+
+    def part(self, recipe: Recipe, split: str, name: str | None = None) -> Part:
+        """A split with its images: decoded, on the device where they fit there, or to be decoded when they are shown."""
+        key = (
+            name or recipe.data_set,
+            split,
+            recipe.partial,
+            recipe.skip_bad,
+            recipe.classes,
+            recipe.images_per_class,
+            recipe.stored,
+            recipe.aspect,
+            recipe.size if recipe.decode == "always" else 0,
+        )
+        if key not in self._parts:
+            self._parts[key] = self._open(recipe, self.table(recipe, split, name))
+        return self._parts[key]
+
+    def _open(self, recipe: Recipe, table: Table) -> Part:
+        square = recipe.aspect == "square"
+        if recipe.decode == "always":
+            return Part(Decoding(table, recipe.size, side=recipe.stored, square=square, workers=self.place.workers), table)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            images, table = self.place.processes.first_goes_first(
+                lambda: open_images(
+                    table,
+                    side=recipe.stored,
+                    cache=self.place.cache,
+                    square=square,
+                    skip_bad=recipe.skip_bad,
+                    workers=self.place.workers,
+                )
+            )
+        for warning in caught:
+            self.place.say(f"note: {warning.message}")
+        return Part(self._near(images), table)
+
+    def _near(self, images: Images) -> Images:
+        device = self.place.device
+        return images.to(device) if device.type != "cpu" and images.fits_on(device, SHARE_FOR_IMAGES) else images
+
+    def training(self, recipe: Recipe) -> tuple[Part, Part | None]:
+        """What `recipe` trains on, and what it validates on if that is not the test split."""
+        part = self.part(recipe, "train")
+        if recipe.validation == "half":
+            first, _ = halves(part.table)
+            in_first = np.isin(part.table.labels, np.unique(first.labels))
+            return replace(part, rows=np.flatnonzero(in_first)), replace(part, rows=np.flatnonzero(~in_first))
+        return part, self.part(recipe, "validation") if recipe.validation == "split" else None
+
+    def tests(self, recipe: Recipe) -> dict[str, tuple[str, str]]:
+        """What there is to test on: a name for each -> its data set and split."""
+        if recipe.test_on:
+            found = {}
+            for name in recipe.test_on:
+                found[name] = (name, "test")
+                if "distractors" in self.data_set(recipe, name).splits:
+                    found[f"{name}{WITH_DISTRACTORS}"] = (name, "test")
+            return found
+        data_set = self.data_set(recipe)
+        names = [split for split in data_set.protocols if split not in ("train", "validation")]
+        if not names and recipe.validation != "split":
+            names = [split for split in data_set.protocols if split == "validation"]
+        if not names:
+            raise ValueError(f"{data_set.name} has nothing to test on; it has {', '.join(data_set.splits)}")
+        return {split: (data_set.name, split) for split in names}
+
+
+def limited(table: Table, classes: int, images_per_class: int) -> Table:
+    """The first `images_per_class` images of `classes` classes, taken from the categories in turn; 0: no limit.
+
+    Where the images have no classes, a query with a ground truth counts as one, and distractors are cut to as many.
+    """
+    if not (classes or images_per_class):
+        return table
+    if table.ground_truth is not None:
+        return table.select(_asked(table, classes, images_per_class))
+    if not table.num_classes:
+        return table.select(np.arange(min(len(table), (classes or len(table)) * (images_per_class or len(table)))))
+    keep = np.ones(len(table), dtype=np.bool_)
+    if classes:
+        keep &= np.isin(table.labels, _spread(table, classes))
+    if images_per_class:
+        keep &= _place_in_class(table) < images_per_class
+    return table.select(keep)
+
+
+def _asked(table: Table, queries: int, images: int) -> NDArray[np.bool_]:
+    """The first queries, and of the gallery the first images of each of their lists."""
+    truth = table.ground_truth
+    assert truth is not None
+    assert table.is_query is not None
+    assert table.is_gallery is not None
+    asking = np.flatnonzero(table.is_query)[: queries or None]
+    named = [found[: images or None] for lists in (truth.easy, truth.hard, truth.junk) for found in lists[: len(asking)]]
+    keep = np.zeros(len(table), dtype=np.bool_)
+    keep[asking] = True
+    keep[np.flatnonzero(table.is_gallery)[np.concatenate(named)]] = True
+    return keep
+
+
+def _place_in_class(table: Table) -> NDArray[np.int64]:
+    """0 for the first image of a class, 1 for the second, and so on; queries and gallery are counted apart."""
+    kind = np.zeros(len(table), dtype=np.int64) if table.is_query is None else table.is_query.astype(np.int64)
+    order = np.lexsort((np.arange(len(table)), kind, table.labels))
+    labels, kinds = table.labels[order], kind[order]
+    begins = np.flatnonzero(np.r_[True, (np.diff(labels) != 0) | (np.diff(kinds) != 0)])
+    lengths = np.diff(np.r_[begins, len(table)])
+    place = np.empty(len(table), dtype=np.int64)
+    place[order] = np.arange(len(table)) - np.repeat(begins, lengths)
+    return place
+
+
+def _spread(table: Table, classes: int) -> NDArray[np.int64]:
+    """`classes` labels: the first of every category, then the second, until there are enough."""
+    labels, first = np.unique(table.labels, return_index=True)
+    labels, first = labels[labels != -1], first[labels != -1]
+    category = np.zeros(len(labels), dtype=np.int64) if table.categories is None else table.categories[first]
+    order = np.argsort(category, kind="stable")
+    begins = np.flatnonzero(np.r_[True, np.diff(category[order]) != 0])
+    turn = np.empty(len(labels), dtype=np.int64)
+    turn[order] = np.arange(len(labels)) - np.repeat(begins, np.diff(np.r_[begins, len(labels)]))
+    chosen: NDArray[np.int64] = labels[np.lexsort((category, turn))[:classes]]
+    return chosen

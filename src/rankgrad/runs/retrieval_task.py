@@ -1,0 +1,143 @@
+"""From a recipe and its training images to batches."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rankgrad.data.image_batches import Batches
+from rankgrad.data.preprocessing import Augment, Crop
+from rankgrad.data.samplers import BatchSampler, CategoryHalf, CategoryHard, ClassBalanced, InOrder, WholeClass
+from rankgrad.data.table import Table
+from rankgrad.runs.data_cache import Part, Place
+from rankgrad.runs.recipe import CATEGORY_SAMPLERS, Recipe
+
+# the batch of RS@k, which is as large as batches have been shown to help
+MOST_IMAGES = 4000
+# bytes of a batch of pixels that may lie on the device: RS@k's 4,000 images of 224 x 224 are 0.6 GB
+MOST_BYTES = 2**32
+# images that are embedded at once without a gradient
+EMBEDDED_AT_ONCE = 256
+CROPS: Mapping[str, Crop] = {"resized": "resized", "random": "random", "center": "center"}
+
+
+class Within:
+    """A sampler of some rows of a table, its batches given as rows of the whole."""
+
+    def __init__(self, sampler: BatchSampler, rows: NDArray[np.int64]) -> None:
+        self.sampler, self.rows = sampler, rows
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.sampler:
+            yield self.rows[batch].tolist()
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.sampler.load_state_dict(state)
+
+
+def make_sampler(recipe: Recipe, table: Table) -> BatchSampler:
+    """The sampler of `recipe` over the images of `table`."""
+    per_class = recipe.per_class or None
+    if recipe.sampler in CATEGORY_SAMPLERS:
+        if table.categories is None:
+            raise ValueError(
+                f"the sampler {recipe.sampler!r} needs categories, and {table.name} has none: "
+                "use --sampler class-balanced or whole-class"
+            )
+        if recipe.sampler == "category-half":
+            return CategoryHalf(table.labels, table.categories, recipe.batch_size, seed=recipe.seed, per_class=per_class)
+        return CategoryHard(
+            table.labels,
+            table.categories,
+            recipe.batch_size,
+            batches_per_pair=recipe.batches_per_pair,
+            seed=recipe.seed,
+            per_class=per_class,
+        )
+    if recipe.sampler == "whole-class":
+        return WholeClass(table.labels, recipe.batch_size, seed=recipe.seed)
+    return ClassBalanced(table.labels, recipe.batch_size or largest_batch(recipe, table), recipe.per_class, seed=recipe.seed)
+
+
+def largest_batch(recipe: Recipe, table: Table) -> int:
+    """`per_class` images of every class that has as many, `MOST_IMAGES` at most."""
+    counts = np.unique(table.labels[table.labels != -1], return_counts=True)[1]
+    usable = int((counts >= recipe.per_class).sum())
+    if usable < 2:
+        raise ValueError(
+            f"{table.name} has {usable} classes with at least {recipe.per_class} images, and 2 are wanted: lower --per-class"
+        )
+    return min(usable, MOST_IMAGES // recipe.per_class) * recipe.per_class
+
+
+def make_batches(recipe: Recipe, part: Part, place: Place) -> Batches:
+    """Training batches of `recipe`, on the device unless they would fill it: then chunks go there one by one."""
+    sampler = make_sampler(recipe, part.meant)
+    share = recipe.size / recipe.stored
+    images = recipe.batch_size or largest_batch(recipe, part.meant)
+    return Batches(
+        part.images,
+        part.table.labels,
+        sampler if part.rows is None else Within(sampler, part.rows),
+        Augment(CROPS[recipe.crop], flip=recipe.flip, share=share, scale=(recipe.crop_scale, 1.0)),
+        recipe.size,
+        recipe.seed,
+        place.device if 3 * images * recipe.size**2 <= MOST_BYTES * place.processes.size else "cpu",
+        place.workers or 0,
+        part=(place.processes.rank, place.processes.size),
+    )
+
+
+def ordered_batches(recipe: Recipe, part: Part, place: Place, rows: NDArray[np.int64] | None = None) -> "Numbered":
+    """The middle of each image, in the order of `rows` of the part's table, by default those that are meant."""
+    rows = part.rows if rows is None else rows
+    at_once = EMBEDDED_AT_ONCE
+    if isinstance(recipe.chunk_size, int) and recipe.chunk_size:
+        at_once = min(at_once, recipe.chunk_size)
+    sampler = InOrder(len(part.table) if rows is None else len(rows), at_once)
+    batches = Batches(
+        part.images,
+        part.table.labels,
+        sampler if rows is None else Within(sampler, rows),
+        center_crops(recipe),
+        recipe.size,
+        device=place.device,
+        workers=place.workers or 0,
+    )
+    return Numbered(batches)
+
+
+def center_crops(recipe: Recipe) -> Augment:
+    """What a test shows of an image: the middle."""
+    return Augment("center", share=recipe.size / recipe.stored)
+
+
+class Numbered:
+    """Batches whose images are numbered in the order they come, whichever rows of a table they are."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def set_epoch(self, epoch: int) -> None:
+        self.batches.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def iterate(self, start: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        count = 0
+        for step, indices, images, labels in self.batches.iterate(start):
+            yield step, torch.arange(count, count + len(indices)), images, labels
+            count += len(indices)

@@ -1,0 +1,366 @@
+"""What a step will cost on this machine, measured before a run: time and memory by stage, and the chunk size to take.
+
+    print(plan(model, loss, make_batch, settings, device="cuda", steps_per_epoch=14))
+
+Chunks are measured from small to large until memory or patience ends; a larger one is judged by its neighbour.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankgrad._checks import check_positive
+from rankgrad.train.activation_budget import SHARE
+from rankgrad.train.gradient_check import live_batch_norms
+from rankgrad.train.large_batch import LargeBatch, leaves, len_of, rows
+from rankgrad.train.memory import available_bytes, counting_saved_bytes
+from rankgrad.train.optimizers import make_optimizer
+from rankgrad.train.protocols import Loss
+from rankgrad.train.settings import AUTOCAST, TrainSettings
+from rankgrad.train.snapshot import Buffers, LossState, RandomState
+
+PROBE = 8
+"""Images of the smallest chunk tried, where the batch has as many."""
+
+# a backward pass holds the gradients of some activations besides the activations
+BACKWARD_FACTOR = 1.5
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """A chunk size, the seconds of its passes and the bytes they need at their peak.
+
+    Attributes:
+        chunk_size: images that go through the model at once.
+        batch_size: images of the batch.
+        forward: seconds of a pass without a graph.
+        forward_backward: seconds of a pass with a graph and of its backward.
+        memory: bytes of the latter.
+        measured: False if this was scaled up from a smaller chunk.
+    """
+
+    chunk_size: int
+    batch_size: int
+    forward: float
+    forward_backward: float
+    memory: int
+    measured: bool = True
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.batch_size // self.chunk_size)
+
+    @property
+    def without_graph(self) -> float:
+        """Seconds of the first passes of a step, which a single chunk does without."""
+        return self.forward * self.chunks if self.chunks > 1 else 0.0
+
+    @property
+    def with_graph(self) -> float:
+        """Seconds of the passes with a graph."""
+        return self.forward_backward * self.chunks
+
+    def scaled_to(self, size: int) -> "ChunkCost":
+        """What a larger chunk will cost if all grows in proportion."""
+        factor = size / self.chunk_size
+        return ChunkCost(
+            size,
+            self.batch_size,
+            factor * self.forward,
+            factor * self.forward_backward,
+            int(factor * self.memory),
+            measured=False,
+        )
+
+    def fits(self, available: int | None) -> bool:
+        return available is None or self.memory <= available
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cost of a step; `str()` is a table.
+
+    Attributes:
+        batch_size: images in a batch.
+        device: where it was measured.
+        available: bytes that may be used, None where the system does not tell.
+        load: seconds to make a batch.
+        loss: seconds of the loss and its gradient with respect to the embeddings.
+        loss_memory: bytes of that.
+        optimizer: seconds of the optimizer's step.
+        optimizer_memory: bytes of gradients and optimizer state.
+        tried: chunk sizes, ascending.
+        chosen: the one to take.
+        steps_per_epoch: for the time of an epoch, 0 if unknown.
+    """
+
+    batch_size: int
+    device: str
+    available: int | None
+    load: float
+    loss: float
+    loss_memory: int
+    optimizer: float
+    optimizer_memory: int
+    tried: tuple[ChunkCost, ...]
+    chosen: ChunkCost
+    steps_per_epoch: int = 0
+
+    @property
+    def chunk_size(self) -> int:
+        return self.chosen.chunk_size
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one step with the chosen chunk; a batch is made while the previous one trains."""
+        return max(self.load, self.compute_seconds(self.chosen))
+
+    def compute_seconds(self, cost: ChunkCost) -> float:
+        """Of one step with chunks of this cost, none kept, all but making the batch."""
+        return cost.without_graph + cost.with_graph + self.loss + self.optimizer
+
+    def __str__(self) -> str:
+        best = self.chosen
+        limit = "" if self.available is None else f", {_size(self.available)} to use"
+        lines = [
+            f"batch of {self.batch_size:,} images on {self.device}{limit}",
+            "",
+            f"{'stage':24} {'time':>10} {'memory':>10}",
+            f"{'load':24} {_time(self.load):>10}",
+            f"{'forward without graph':24} {_time(best.without_graph):>10}",
+            f"{'loss and its gradient':24} {_time(self.loss):>10} {_size(self.loss_memory):>10}",
+            f"{'forward and backward':24} {_time(best.with_graph):>10} {_size(best.memory):>10}",
+            f"{'optimizer':24} {_time(self.optimizer):>10} {_size(self.optimizer_memory):>10}",
+            f"{'step':24} {_time(self.step_seconds):>10}   {self.batch_size / self.step_seconds:,.0f} images/s",
+            "",
+            f"{'chunk':>8} {'chunks':>8} {'step':>10} {'memory':>10}",
+        ]
+        for cost in self.tried:
+            remark = "" if cost.measured else "  estimated"
+            remark += "" if cost.fits(self.available) else "  does not fit"
+            remark += "  <- chosen" if cost == best else ""
+            seconds = _time(self.compute_seconds(cost))
+            lines.append(f"{cost.chunk_size:8,} {cost.chunks:8,} {seconds:>10} {_size(cost.memory):>10}{remark}")
+        if self.steps_per_epoch:
+            total = _time(self.steps_per_epoch * self.step_seconds)
+            lines += ["", f"an epoch of {self.steps_per_epoch:,} steps takes {total}, evaluation not counted"]
+        return "\n".join(lines)
+
+
+def plan(
+    model: nn.Module,
+    loss: Loss,
+    make_batch: Callable[[], tuple[Any, Tensor]],
+    settings: TrainSettings,
+    device: torch.device | str = "cpu",
+    *,
+    groups: Sequence[dict[str, Any]] | None = None,
+    steps_per_epoch: int = 0,
+    patience: float = 60.0,
+) -> Plan:
+    """Measures the stages of a step and chooses a chunk size; but for gradients, which are dropped, nothing is left changed.
+
+    Args:
+        model: from images to embeddings.
+        loss: from embeddings and labels to one value.
+        make_batch: makes images and labels as in training.
+        settings: precision, optimizer and so on.
+        device: where to measure.
+        groups: parameter groups, by default all parameters.
+        steps_per_epoch: for the time of an epoch.
+        patience: seconds that measuring may take, roughly; what would take longer is estimated.
+    """
+    check_positive(patience, name="patience", caller="plan")
+    device = torch.device(device)
+    was_training = model.training
+    model.to(device).train()
+    if isinstance(loss, nn.Module):
+        loss.to(device).train()
+    before, buffers, memory = RandomState.of(device), Buffers.of(model), LossState.of(loss)
+    began = time.perf_counter()
+    images, labels = make_batch()
+    load = time.perf_counter() - began
+    large = LargeBatch(model, loss, 0, autocast=AUTOCAST[settings.precision])
+    meter = _Meter(large, images, device)
+    try:
+        # live batch norm leaves no choice: the batch is one chunk
+        sizes = [meter.items] if live_batch_norms(model) else _sizes(meter.items)
+        tried = tuple(_costs(meter, sizes, patience, available_bytes(device)))
+        loss_seconds, loss_memory = meter.loss(meter.embeddings(), labels.to(device))
+        groups = groups or [{"params": list(model.parameters())}]
+        optimizer_seconds, optimizer_memory = meter.optimizer(groups, settings)
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+        model.train(was_training)
+        buffers.restore()
+        memory.restore()
+        before.restore()
+    free = available_bytes(device)
+    # gradients and optimizer state stay while chunks go through; the loss has come and gone by then
+    room = None if free is None else int(SHARE.get(device.type, 0.5) * free) - optimizer_memory
+    fitting = [cost for cost in tried if cost.fits(room)] or [tried[0]]
+    return Plan(
+        batch_size=meter.items,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads",
+        available=room,
+        load=load,
+        loss=loss_seconds,
+        loss_memory=loss_memory,
+        optimizer=optimizer_seconds,
+        optimizer_memory=optimizer_memory,
+        tried=tried,
+        chosen=min(fitting, key=lambda cost: cost.without_graph + cost.with_graph),
+        steps_per_epoch=steps_per_epoch,
+    )
+
+
+def choose_chunk(large: LargeBatch, images: Any) -> int:
+    """The largest chunk size that memory allows for a batch, 0 for all of it; no time is spent on comparing."""
+    items, device = len_of(images), large.device
+    free = available_bytes(device)
+    if free is None or live_batch_norms(large.model) or items <= PROBE:
+        return 0
+    before = RandomState.of(device)
+    meter = _Meter(large, images, device)
+    buffers = Buffers.of(large.model)
+    try:
+        small, double = (meter.graph_bytes(size) for size in (PROBE, min(2 * PROBE, items)))
+    finally:
+        before.restore()
+        buffers.restore()
+    # bytes that each image adds; a fixed part, such as a cast of the weights, is in both and drops out
+    each = max(1, (double - small) // (min(2 * PROBE, items) - PROBE))
+    fitting = int(SHARE.get(device.type, 0.5) * free / BACKWARD_FACTOR - max(0, small - PROBE * each)) // each
+    if fitting >= items:
+        return 0
+    fitting = max(1, fitting)
+    # chunks of equal size waste nothing on a small last one
+    return -(-items // -(-items // fitting))
+
+
+class _Meter:
+    """Runs parts of a step and looks at clock and memory."""
+
+    def __init__(self, large: LargeBatch, images: Any, device: torch.device) -> None:
+        self.large, self.images, self.device = large, images, device
+        self.model, self.items = large.model, len_of(images)
+
+    def embed(self, size: int) -> Tensor:
+        with torch.autocast(self.device.type, dtype=self.large.autocast, enabled=self.large.autocast is not None):
+            output: Tensor = self.model(rows(self.images, slice(0, size), self.device))
+        return output
+
+    @torch.no_grad()
+    def embeddings(self) -> Tensor:
+        """As many as the batch has, of the right width: those of a few images with noise, so that no two are equal."""
+        few = self.embed(min(PROBE, self.items)).float()
+        many = few.repeat(-(-self.items // len(few)), 1)[: self.items]
+        return torch.nn.functional.normalize(many + torch.randn_like(many) / many.shape[1] ** 0.5, dim=1)
+
+    def cost(self, size: int) -> ChunkCost:
+        with torch.no_grad():
+            forward = self._timed(lambda: self.embed(size))
+        needed = self._peak(lambda: self._backward(size)) if self.device.type == "cuda" else self.graph_bytes(size, peak=True)
+        return ChunkCost(size, self.items, forward, self._timed(lambda: self._backward(size)), needed)
+
+    def graph_bytes(self, size: int, *, peak: bool = False) -> int:
+        """Bytes that a chunk's graph holds, or that its backward pass will have at its peak."""
+        with torch.enable_grad(), counting_saved_bytes(self.model, leaves(self.images)) as counter:
+            self.embed(size)
+        return int(BACKWARD_FACTOR * counter.total) if peak else counter.total
+
+    def loss(self, embeddings: Tensor, labels: Tensor) -> tuple[float, int]:
+        leaf = embeddings.requires_grad_()
+
+        def once() -> None:
+            with torch.autocast(self.device.type, dtype=self.large.autocast, enabled=self.large.autocast is not None):
+                value = self.large.loss(leaf, labels)
+            value.backward()
+
+        once()  # kernels are compiled
+        seconds = self._timed(once)
+        if self.device.type == "cuda":
+            return seconds, self._peak(once)
+        with counting_saved_bytes(self.model, [leaf]) as counter:
+            self.large.loss(leaf, labels)
+        return seconds, counter.total
+
+    def optimizer(self, groups: Sequence[dict[str, Any]], settings: TrainSettings) -> tuple[float, int]:
+        """A step with a learning rate of 0 costs as much as any and changes nothing."""
+        optimizer = make_optimizer([{**group, "lr": 0.0} for group in groups], settings)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # makes the state
+        seconds = self._timed(optimizer.step)
+        state = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
+        return seconds, sum(t.numel() * t.element_size() for t in (*parameters, *state))
+
+    def _backward(self, size: int) -> None:
+        with torch.enable_grad():
+            output = self.embed(size)
+            output.backward(torch.ones_like(output))
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        self._wait()
+        began = time.perf_counter()
+        call()
+        self._wait()
+        return time.perf_counter() - began
+
+    def _peak(self, call: Callable[[], object]) -> int:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        call()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _costs(meter: _Meter, sizes: Sequence[int], patience: float, free: int | None) -> Iterator[ChunkCost]:
+    """The cost of each size, ascending; measured as long as memory and patience last, then estimated."""
+    began = time.perf_counter()
+    meter.cost(sizes[0])  # the first pass of a process is slower than any other
+    last: ChunkCost | None = None
+    for size in sizes:
+        guess = None if last is None else last.scaled_to(size)
+        if guess is not None:
+            # forward, graph and forward again, backward
+            ahead = guess.forward + 2 * guess.forward_backward
+            too_large = free is not None and guess.memory > SHARE.get(meter.device.type, 0.5) * free
+            if too_large or time.perf_counter() - began + ahead > patience:
+                yield guess
+                continue
+        try:
+            last = meter.cost(size)
+        except torch.OutOfMemoryError:
+            if guess is None:
+                raise
+            yield guess
+        else:
+            yield last
+
+
+def _sizes(items: int) -> list[int]:
+    """Halves of the batch down to a few images, ascending."""
+    sizes = [items]
+    while sizes[-1] > PROBE:
+        sizes.append((sizes[-1] + 1) // 2)
+    return sizes[::-1]
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1e3 * seconds:.1f} ms"
+    return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**20:,.1f} MiB" if number < 2**30 else f"{number / 2**30:,.1f} GiB"

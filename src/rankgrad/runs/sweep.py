@@ -1,0 +1,159 @@
+"""A grid over any settings: validation classes choose, and the chosen setting is trained on all classes and tested once.
+
+The test classes play no part in the choice. Data is read and decoded once for all runs.
+"""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_origin
+
+from rankgrad.cli.parser import flag_of
+from rankgrad.recipes.catalogue import shown
+from rankgrad.runs.data_cache import Shelf
+from rankgrad.runs.ledger import Entry, Ledger, as_csv, key_of, markdown, mean_and_deviation, percentages
+from rankgrad.runs.pipeline import train_and_test
+from rankgrad.runs.recipe import SETTINGS, Recipe, nearest, parse
+from rankgrad.runs.retrieval_evaluation import is_headline
+
+# a sweep decides these itself
+DECIDED = ("validation", "seed")
+# of a folder, in characters; file systems end at 255
+LONGEST_NAME = 120
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep found: validation runs of every combination, test runs of the chosen one."""
+
+    chosen: Mapping[str, Any]
+    validated: tuple[tuple[Mapping[str, Any], tuple[Entry, ...]], ...]
+    tested: tuple[Entry, ...]
+    metric: str
+
+    def report(self) -> str:
+        """Both tables, and what was chosen."""
+        metrics = [self.metric, *(name for name in ("mAP", "mAP@R") if name != self.metric)]
+        rows = []
+        for changes, entries in self.validated:
+            known = [name for name in metrics if all(name in entry.metrics for entry in entries)]
+            mark = " *" if changes == self.chosen else ""
+            rows.append([label_of(changes) + mark, *(percentages(entries, name) if name in known else "" for name in metrics)])
+        splits: dict[str, list[Entry]] = {}
+        for entry in self.tested:
+            splits.setdefault(entry.split, []).append(entry)
+        test_metrics = list(dict.fromkeys(name for entry in self.tested for name in entry.metrics if is_headline(name)))
+        tests = [
+            [split, *(percentages(entries, name) if all(name in e.metrics for e in entries) else "" for name in test_metrics)]
+            for split, entries in splits.items()
+        ]
+        seeds = len({entry.seed for entry in self.tested})
+        return "\n".join(
+            [
+                f"validation classes, {seeds} seed{'s' if seeds > 1 else ''}, best {self.metric} marked *",
+                markdown(["setting", *metrics], rows),
+                "",
+                f"test, {label_of(self.chosen)}, trained on all training classes",
+                markdown(["split", *test_metrics], tests),
+            ]
+        )
+
+
+def parse_grid(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """`lr=1e-4,3e-4` as {"lr": (1e-4, 3e-4)}; the alternatives of a setting that is itself several values part at `/`."""
+    grid: dict[str, tuple[Any, ...]] = {}
+    for text in texts:
+        flag, equals, values = text.partition("=")
+        name = flag.strip().removeprefix("--").replace("-", "_")
+        if not equals or not values:
+            raise ValueError(f"--grid wants SETTING=VALUE,VALUE,..., got {text!r}")
+        if name not in SETTINGS:
+            raise ValueError(f"--grid: there is no setting {name!r}{nearest(name, SETTINGS)}")
+        if name in DECIDED or name in grid:
+            why = "is given twice" if name in grid else "is decided by the sweep itself: see --seeds"
+            raise ValueError(f"--grid: {name} {why}")
+        entry = SETTINGS[name]
+        parts = values.split("/" if get_origin(entry.type) is tuple else ",")
+        grid[name] = tuple(dict.fromkeys(parse(entry, part.strip()) for part in parts))
+    return grid
+
+
+def combinations(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination of the grid's values, the last setting fastest."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def label_of(changes: Mapping[str, Any]) -> str:
+    """`lr=0.0001 bins=10`."""
+    return " ".join(f"{name}={shown(value)}" for name, value in changes.items()) or "as it is"
+
+
+def sweep(
+    recipe: Recipe, grid: Mapping[str, Sequence[Any]], seeds: Sequence[int], shelf: Shelf, folder: Path, *, metric: str = "R@1"
+) -> Sweep:
+    """Run the grid, choose on validation classes by the mean over `seeds`, retrain and test the choice."""
+    ledger = Ledger(folder / "ledger.jsonl")
+    # judged by the last weights, as the chosen setting will be, for which nothing is left to choose a checkpoint on
+    choosing = replace(
+        recipe, validation="split" if recipe.validation == "split" else "half", evaluate_every=0, patience=0
+    )  # fmt: skip
+    # all combinations are made before the first one is trained: a wrong value in the last should not cost hours
+    planned = [(changes, choosing.with_settings(changes)) for changes in combinations(grid)]
+    validated = []
+    for changes, variant in planned:
+        entries = tuple(
+            entry
+            for seed in seeds
+            for entry in _finished(replace(variant, seed=seed), changes, shelf, folder, ledger, group="validation")
+        )
+        if metric not in entries[0].metrics:
+            raise ValueError(f"--metric must be one of {', '.join(entries[0].metrics)}, got {metric!r}")
+        validated.append((changes, entries))
+    chosen, _ = max(validated, key=lambda pair: mean_and_deviation([entry.metrics[metric] for entry in pair[1]])[0])
+    final = replace(recipe, validation="none").with_settings(chosen)
+    tested = tuple(
+        entry
+        for seed in seeds
+        for entry in _finished(replace(final, seed=seed), chosen, shelf, folder, ledger, group="test")
+    )  # fmt: skip
+    found = Sweep(chosen, tuple(validated), tested, metric)
+    _write(found, recipe, folder)
+    return found
+
+
+def _finished(
+    recipe: Recipe, changes: Mapping[str, Any], shelf: Shelf, folder: Path, ledger: Ledger, *, group: str
+) -> list[Entry]:
+    """The run's entries, from the ledger or from running it; a run that was stopped on the way is continued."""
+    splits = ["validation"] if group == "validation" else list(shelf.tests(recipe))
+    known = [ledger.get(key_of(recipe, split)) for split in splits]
+    if all(known):
+        return [entry for entry in known if entry]
+    label = label_of(changes)
+    print(f"{group}: {label}, seed {recipe.seed}", flush=True)
+    name = "-".join([group, *label.replace("/", "_").split(), f"seed={recipe.seed}"])
+    name = name if len(name) <= LONGEST_NAME else f"{group}-{key_of(recipe, splits[0])}"
+    scores, seconds = train_and_test(recipe, shelf, folder / "runs" / name, splits=splits)
+    entries = [
+        Entry(key_of(recipe, split), group, label, dict(changes), recipe.seed, split, scores[split], seconds)
+        for split in splits
+    ]
+    for entry in entries:
+        ledger.add(entry)
+    return entries
+
+
+def _write(found: Sweep, recipe: Recipe, folder: Path) -> None:
+    entries = [entry for _, runs in found.validated for entry in runs] + list(found.tested)
+    (folder / "runs.csv").write_text(as_csv(entries), encoding="utf-8")
+    summary = {
+        "recipe": recipe.name,
+        "metric": found.metric,
+        "chosen": dict(found.chosen),
+        "flags": [f"{flag_of(name)}={shown(value)}" for name, value in found.chosen.items()],
+        "runs": [vars(entry) for entry in entries],
+    }
+    (folder / "sweep.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (folder / "sweep.md").write_text(found.report() + "\n", encoding="utf-8")

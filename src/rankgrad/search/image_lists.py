@@ -1,0 +1,136 @@
+"""The images that a command line names (a folder, a CSV file, a split of a data set), each with what is known of it."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rankgrad.data.readers import READERS, read
+from rankgrad.data.readers.folder import EXTENSIONS
+from rankgrad.data.readers.list_files import Problems, brief, numbered_csv
+from rankgrad.data.readers.manifest import BOX
+from rankgrad.data.table import Table, path_complaint
+
+COLUMNS = ("path", "label", "category", *BOX)
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Images and the names of what they show.
+
+    Attributes:
+        table: the images.
+        labels: [N] names of their classes, "" where there is none.
+        categories: [N] names of their categories, "" where there is none.
+    """
+
+    table: Table
+    labels: tuple[str, ...]
+    categories: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        lengths = len(self.table), len(self.labels), len(self.categories)
+        if len(set(lengths)) != 1:
+            raise ValueError(f"Items: images, labels and categories must be as many, got {lengths}")
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def select(self, rows: Sequence[int]) -> "Items":
+        """Some of them, in the order given."""
+        labels, categories = (tuple(names[row] for row in rows) for names in (self.labels, self.categories))
+        return Items(self.table.select(rows), labels, categories)
+
+
+def folder_of_images(folder: Path) -> Items:
+    """All images below `folder`; the class of each is the folder it lies in, none if that is `folder` itself."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: give a folder of images, a CSV file that lists them, or --data")
+    paths = []
+    for place, folders, files in os.walk(folder):
+        # hidden folders hold no images of the user's
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inside = Path(place).relative_to(folder)
+        named = (name for name in sorted(files) if not name.startswith("."))
+        paths += [(inside / name).as_posix() for name in named if Path(name).suffix.lower() in EXTENSIONS]
+    if not paths:
+        raise ValueError(f"{folder} holds no image: wanted are files that end in {', '.join(sorted(EXTENSIONS))}")
+    table = Table(folder.name or "images", folder, tuple(paths), np.full(len(paths), -1, np.int64))
+    return Items(table, names_by_folder(paths), ("",) * len(paths))
+
+
+def names_by_folder(paths: list[str]) -> tuple[str, ...]:
+    """The name of the folder that each path lies in, with the folders above it where two have the same name."""
+    parents = [path.rpartition("/")[0] for path in paths]
+    last = {parent: parent.rpartition("/")[2] for parent in parents}
+    unambiguous = len(set(last.values())) == len(last)
+    return tuple(last[parent] if unambiguous else parent for parent in parents)
+
+
+def manifest_of_images(path: Path) -> Items:
+    """Images listed in a CSV file with the column path and, where there are any, label, category and boxes."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: give a CSV file with the column path")
+    problems = Problems(path.name)
+    lines = numbered_csv(path, problems)
+    _, header = next(lines, (1, []))
+    problems.settle()
+    if "path" not in header:
+        raise ValueError(
+            f"{path}:1: the header must name the column path (and may name {', '.join(COLUMNS[1:])}), "
+            f"got {brief(','.join(header))}"
+        )
+    rows: list[dict[str, str]] = []
+    boxes: list[list[float]] = []
+    for number, values in lines:
+        if len(values) != len(header):
+            problems.add(f"{path}:{number}", f"{len(header)} columns wanted ({','.join(header)}), got {len(values)}")
+            continue
+        row = dict(zip(header, values, strict=True))
+        complaint = path_complaint(row["path"])
+        if complaint:
+            problems.add(f"{path}:{number}", complaint)
+        try:
+            boxes.append([float(row[name]) if row.get(name) else np.nan for name in BOX])
+        except ValueError:
+            told = ", ".join(row[name] for name in BOX)
+            problems.add(f"{path}:{number}", f"{', '.join(BOX)} must be numbers or empty, got {told}")
+        rows.append(row)
+    problems.settle()
+    if not rows:
+        raise ValueError(f"{path} lists no image")
+    table = Table(
+        path.stem,
+        path.parent,
+        tuple(row["path"] for row in rows),
+        np.full(len(rows), -1, np.int64),
+        boxes=np.array(boxes) if any(name in header for name in BOX) else None,
+    )
+    return Items(table, *(tuple(row.get(name, "") for row in rows) for name in ("label", "category")))
+
+
+def split_of_data_set(named: str, split: str, *, partial: bool = False) -> tuple[Items, tuple[str, ...]]:
+    """The split of `sop:DIR`, and what its reader has to say.
+
+    A class is called by the folder of its images where each class has one of its own, else by its number.
+    """
+    name, colon, place = named.partition(":")
+    if name not in READERS or (not colon and READERS[name].needs_folder):
+        raise ValueError(f"--data must be NAME:DIR with NAME one of {', '.join(READERS)}, got {named!r}")
+    data_set = read(name, Path(place) if place else None, partial=partial)
+    if split not in data_set.splits:
+        raise ValueError(f"{name} has no split {split!r}; it has {', '.join(data_set.splits)}")
+    table = data_set.splits[split]
+    names = ("", *table.category_names)
+    categories = ("",) * len(table) if table.categories is None else tuple(names[i + 1] for i in table.categories.tolist())
+    return Items(table, _class_names(table), categories), data_set.notes
+
+
+def _class_names(table: Table) -> tuple[str, ...]:
+    labels = table.labels.tolist()
+    parents = [path.rpartition("/")[0] for path in table.paths]
+    if len(set(zip(labels, parents, strict=True))) == len(set(labels)) == len(set(parents)) and -1 not in labels:
+        return names_by_folder(list(table.paths))
+    return tuple("" if label == -1 else str(label) for label in labels)

@@ -1,0 +1,219 @@
+"""The fused kernels against float64: on a GPU where there is one, else in Triton's interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import rankgrad as rg
+from rankgrad.ops.rankers import Sigmoid
+from rankgrad.ops.relevance import LabelLists
+
+pytest.importorskip("triton")
+door = pytest.importorskip("rankgrad.ops.triton.embeddings")
+
+# a power that overflows is a sigmoid that is 0 or 1; numpy, under the interpreter, remarks on it
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# 0.004 puts comparisons of a row so far apart that their powers cannot be factored
+RANKERS = [rg.Exact(), rg.Sigmoid(0.05), rg.Sigmoid(0.004), rg.Blackbox(20.0, 0.02), rg.Histogram(5)]
+SMOOTH = [rg.Sigmoid(0.05), rg.Histogram(5)]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN, so that a store a kernel forgets cannot pass by luck."""
+    empty, new_empty, empty_like = torch.empty, Tensor.new_empty, torch.empty_like
+
+    def poisoned(tensor: Tensor) -> Tensor:
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poisoned(empty(*a, **k)))
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: poisoned(new_empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poisoned(empty_like(*a, **k)))
+
+
+def batch(items: int, classes: int, *, dim: int = 24, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes, (items,), generator=generator)
+    centres = torch.randn(classes, dim, generator=generator)
+    return (centres[labels] + torch.randn(items, dim, generator=generator)).to(DEVICE), labels.to(DEVICE)
+
+
+def run(loss: rg.RankLoss, *tensors: Tensor | None, dtype: torch.dtype = torch.float32, **options: Tensor) -> list[Tensor]:
+    """Value and gradients of embeddings, labels and perhaps references, as float64."""
+    leaves = [t.detach().to(dtype).requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
+    value = loss(*leaves, **options)
+    (value * 3).sum().backward()  # a gradient that ignored what follows the loss would be seen
+    grads = [t.grad for t in leaves if t is not None and t.is_floating_point()]
+    return [t.detach().double() for t in (value, *grads)]
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def assert_as_good_as_float32(ranker: object, *tensors: Tensor | None, own: bool = False, **options: Tensor) -> None:
+    def loss(backend: str) -> rg.RankLoss:
+        made = rg.RankLoss(ranker, rg.AveragePrecision(), backend=backend, precision="high", cuda_graphs=False)
+        made.own_is_ranked = own
+        return made
+
+    exact = run(loss("tiled"), *tensors, dtype=torch.float64, **options)
+    plain = run(loss("tiled"), *tensors, **options)
+    fused = run(loss("triton"), *tensors, **options)
+    assert torch.isclose(fused[0], exact[0], atol=1e-5, rtol=0), (fused[0], exact[0])
+    # tensor cores multiply a split in float16, which keeps 22 bits of a score; a sigmoid sees the rest in units of tau
+    cut = 2**-22 / ranker.tau if DEVICE == "cuda" and isinstance(ranker, Sigmoid) else 1e-6
+    for e, p, f in zip(exact[1:], plain[1:], fused[1:], strict=True):
+        assert error(f, e) <= 2 * error(p, e) + cut
+
+
+@pytest.mark.parametrize("ranker", RANKERS, ids=str)
+def test_a_batch_is_as_good_as_in_float32(ranker):
+    assert_as_good_as_float32(ranker, *batch(150, 40))
+
+
+@pytest.mark.parametrize("ranker", RANKERS, ids=str)
+def test_queries_against_a_gallery_that_holds_some_of_them(ranker):
+    queries, labels = batch(60, 25, seed=1)
+    gallery, gallery_labels = batch(140, 25, seed=2)
+    own = torch.full((60,), -1, device=DEVICE)
+    gallery[10:40], gallery_labels[10:40], own[:30] = queries[:30], labels[:30], torch.arange(10, 40, device=DEVICE)
+    assert_as_good_as_float32(ranker, queries, labels, gallery, gallery_labels, self_index=own)
+
+
+@pytest.mark.parametrize("ranker", RANKERS, ids=str)
+def test_ragged_classes_in_groups_and_chunks(ranker, monkeypatch):
+    monkeypatch.setattr(door, "ONE_GROUP", 0)
+    monkeypatch.setattr(door, "CHUNK_ROWS", 128)
+    sizes = torch.tensor([1] * 130 + [3] * 45 + [20])
+    labels = torch.arange(len(sizes)).repeat_interleave(sizes)
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))].to(DEVICE)
+    embeddings = torch.randn(len(labels), 24, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    layout = door.FusedLayout.of(LabelLists.build(labels), labels.device)
+    assert len(layout.groups) == 3, layout.widths
+    assert_as_good_as_float32(ranker, embeddings, labels)
+
+
+def test_the_query_in_its_own_list():
+    assert_as_good_as_float32(rg.Sigmoid(0.05), *batch(70, 20), own=True)
+
+
+@pytest.mark.parametrize("dim", [2, 65, 130])
+def test_dimensions_that_are_no_multiple_of_a_step(dim):
+    assert_as_good_as_float32(rg.Sigmoid(0.05), *batch(40, 10, dim=dim))
+
+
+def test_embeddings_that_are_not_normalised_are_scaled():
+    embeddings, labels = batch(50, 12)
+    for factor in (1e-3, 1.0, 3e4):
+        ranker = Sigmoid(0.5 * factor**2)
+        values = [
+            run(rg.RankLoss(ranker, rg.AveragePrecision(), normalize=False, backend=b), embeddings * factor, labels)
+            for b in ("tiled", "triton")
+        ]
+        for plain, fused in zip(*values, strict=True):
+            assert error(fused, plain) < 1e-4
+
+
+@pytest.mark.parametrize("ranker", SMOOTH, ids=str)
+def test_fast_errs_no_more_than_twice_as_much_as_float16_scores_in_torch(ranker):
+    embeddings, labels = batch(150, 40)
+    unit = torch.nn.functional.normalize(embeddings, dim=1)
+
+    def loss(backend: str, normalize: bool) -> rg.RankLoss:
+        return rg.RankLoss(ranker, rg.AveragePrecision(), normalize=normalize, backend=backend, precision="fast")
+
+    exact = run(loss("tiled", False), unit, labels, dtype=torch.float64)
+    rounded = run(loss("tiled", False), unit.half().float(), labels)
+    fused = run(loss("triton", False), unit, labels)
+    assert torch.isclose(fused[0], exact[0], atol=1e-4, rtol=0)
+    assert error(fused[1], exact[1]) <= 2 * error(rounded[1], exact[1]) + 1e-3
+    assert error(fused[1], exact[1]) > 1e-6  # it is not the other precision
+
+
+def test_the_same_input_gives_the_same_bits():
+    for ranker in (rg.Sigmoid(0.05), rg.Blackbox(20.0)):
+        loss = rg.RankLoss(ranker, rg.AveragePrecision(), backend="triton", precision="fast")
+        first, second = run(loss, *batch(140, 30)), run(loss, *batch(140, 30))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_lone_queries_and_a_batch_without_any_pair():
+    embeddings, _ = batch(20, 4)
+    leaf = embeddings.requires_grad_()
+    loss = rg.SmoothAPLoss(backend="triton")
+    value = loss(leaf, torch.arange(20, device=DEVICE))
+    value.backward()
+    assert value == 0
+    assert loss.used_queries == 0
+    assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def test_simix_on_the_kernels():
+    embeddings, labels = batch(40, 12)
+    values = []
+    for backend in ("tiled", "triton"):
+        generator = torch.Generator().manual_seed(5)
+        loss = rg.SiMix(rg.SmoothAPLoss(0.05, backend=backend, precision="high"), generator)
+        leaf = embeddings.clone().requires_grad_()
+        value = loss(leaf, labels)
+        value.backward()
+        values.append((value.detach(), leaf.grad))
+    for plain, fused in zip(*values, strict=True):
+        assert error(fused, plain) < 1e-5
+
+
+def test_a_request_that_cannot_be_met_is_refused_with_its_reason(monkeypatch):
+    embeddings, labels = batch(12, 3)
+    with pytest.raises(RuntimeError, match=r"triton.*float64"):
+        rg.SmoothAPLoss(backend="triton")(embeddings.double(), labels)
+    with pytest.raises(RuntimeError, match="no kernel for"):
+        rg.RankLoss(rg.Blackbox(1.0, 0.1, margin_noise=True), rg.LogRecall(), backend="triton")(embeddings, labels)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
+        rg.SmoothAPLoss(backend="triton")(embeddings.cpu(), labels.cpu())
+    assert torch.isfinite(rg.SmoothAPLoss(backend="auto")(embeddings.cpu(), labels.cpu()))
+
+
+def test_precision_follows_the_embeddings_and_autocast():
+    from rankgrad.ops.functional import resolve_precision
+
+    embeddings = torch.zeros(2, 2, device=DEVICE)
+    assert resolve_precision("auto", embeddings) == "high"
+    assert resolve_precision("auto", embeddings.half()) == "fast"
+    assert resolve_precision("high", embeddings.half()) == "high"
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert resolve_precision("auto", embeddings) == "fast"
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
+def test_captured_calls_equal_plain_ones_also_when_two_are_pending():
+    small, large = batch(300, 100), batch(300, 10, seed=9)
+    for make in (rg.RecallAtKLoss, rg.RamboRecallLoss, rg.FastAPLoss):
+        captured, plain = make(backend="triton"), make(backend="triton", cuda_graphs=False)
+        run(captured, *small)  # the first call of a shape runs as usual
+        leaves = [e.clone().requires_grad_() for e, _ in (small, large)]
+        values = [captured(leaf, labels) for leaf, (_, labels) in zip(leaves, (small, large), strict=True)]
+        for leaf, value, example in reversed(list(zip(leaves, values, (small, large), strict=True))):
+            (value * 3).backward()
+            expected = run(plain, *example)
+            assert error(value.detach().double(), expected[0]) < 1e-6
+            assert error(leaf.grad.double(), expected[1]) < 1e-4
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
+def test_an_objective_that_waits_runs_as_usual_and_random_numbers_are_drawn_after_it():
+    def waiting(ranks):
+        return ranks.mean(torch.log1p(ranks.rank)) / float(ranks.rank.detach().max())
+
+    example = batch(300, 100)
+    captured, plain = (rg.RankLoss(rg.Sigmoid(0.1), waiting, backend="triton", cuda_graphs=graphs) for graphs in (True, False))
+    expected = run(plain, *example)
+    for _ in range(3):
+        for found, wanted in zip(run(captured, *example), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+        assert 0 < torch.nn.functional.dropout(torch.ones(1000, device="cuda")).count_nonzero() < 1000
+    assert captured._replays._graphs.refused

@@ -1,0 +1,239 @@
+"""Sweeps and studies: what is chosen on what, what is run once, and what a crash leaves."""
+
+import csv
+import json
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rankgrad import cli
+from rankgrad.cli.train_commands import parse_seeds
+from rankgrad.recipes.catalogue import find
+from rankgrad.runs import study, sweep
+from rankgrad.runs.data_cache import Place, Shelf
+from rankgrad.runs.ledger import Entry, Ledger, as_csv, markdown, mean_and_deviation, percentages
+
+CPU = torch.device("cpu")
+RECIPE = find("omniglot-recall-at-k")
+
+
+VALIDATION = {0.1: 0.50, 0.2: 0.70, 0.3: 0.60}
+TEST = {0.1: 0.50, 0.2: 0.55, 0.3: 0.90}
+
+
+class FakeTraining:
+    """Scores that are known: validation prefers lr 0.2, the test classes would prefer 0.3; seeds add a little."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.runs: list[tuple[str, float, int, str]] = []
+        self.fail_at = fail_at
+
+    def __call__(self, recipe, shelf, folder, *, splits):
+        if len(self.runs) == self.fail_at:
+            raise RuntimeError("the power went out")
+        self.runs.append((recipe.validation, recipe.lr, recipe.seed, ",".join(splits)))
+        scores = VALIDATION if splits == ["validation"] else TEST
+        value = scores[recipe.lr] + 0.01 * recipe.seed
+        return {split: {"R@1": value, "mAP": value / 2} for split in splits}, 1.5
+
+
+class FakeShelf:
+    def tests(self, recipe):
+        return {"test": ("omniglot", "test")}
+
+
+def run_sweep(folder: Path, training, monkeypatch, **options):
+    monkeypatch.setattr(sweep, "train_and_test", training)
+    return sweep.sweep(RECIPE, {"lr": (0.1, 0.2, 0.3)}, (0, 1), FakeShelf(), folder, **options)
+
+
+def test_validation_classes_choose_and_the_choice_is_tested_once(tmp_path, monkeypatch):
+    training = FakeTraining()
+    found = run_sweep(tmp_path, training, monkeypatch)
+    assert found.chosen == {"lr": 0.2}
+    assert training.runs == [
+        *(("half", lr, seed, "validation") for lr in (0.1, 0.2, 0.3) for seed in (0, 1)),
+        ("none", 0.2, 0, "test"),
+        ("none", 0.2, 1, "test"),
+    ]
+    report = found.report()
+    assert re.search(r"\| lr=0\.2 \* \| +70\.5 ± 0\.7 \|", report)
+    assert re.search(r"\| test +\| 55\.5 ± 0\.7 \|", report)
+    with (tmp_path / "runs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["group"], row["changes"], row["seed"], row["R@1"]) for row in rows[-3:]] == [
+        ("validation", "lr=0.3", "1", "0.610000"),
+        ("test", "lr=0.2", "0", "0.550000"),
+        ("test", "lr=0.2", "1", "0.560000"),
+    ]
+    summary = json.loads((tmp_path / "sweep.json").read_text())
+    assert summary["chosen"] == {"lr": 0.2}
+    assert summary["flags"] == ["--lr=0.2"]
+    assert len(summary["runs"]) == 8
+
+
+def test_another_metric_may_choose_and_an_unknown_one_is_refused(tmp_path, monkeypatch):
+    assert run_sweep(tmp_path / "a", FakeTraining(), monkeypatch, metric="mAP").metric == "mAP"
+    with pytest.raises(ValueError, match="--metric must be one of R@1, mAP, got 'R@7'"):
+        run_sweep(tmp_path / "b", FakeTraining(), monkeypatch, metric="R@7")
+
+
+def test_a_crashed_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
+    crashing = FakeTraining(fail_at=3)
+    with pytest.raises(RuntimeError, match="power"):
+        run_sweep(tmp_path, crashing, monkeypatch)
+    # the last line was being written
+    ledger = tmp_path / "ledger.jsonl"
+    ledger.write_text(ledger.read_text()[:-20])
+    rest = FakeTraining()
+    found = run_sweep(tmp_path, rest, monkeypatch)
+    assert found.chosen == {"lr": 0.2}
+    assert rest.runs[0] == crashing.runs[2]
+    assert len(rest.runs) == 6
+    nothing = FakeTraining()
+    assert run_sweep(tmp_path, nothing, monkeypatch).report() == found.report()
+    assert nothing.runs == []
+
+
+def test_a_wrong_combination_is_found_before_anything_runs(tmp_path, monkeypatch):
+    training = FakeTraining()
+    monkeypatch.setattr(sweep, "train_and_test", training)
+    with pytest.raises(ValueError, match="batch_size must be a multiple of per_class"):
+        sweep.sweep(RECIPE, {"batch_size": (960, 961)}, (0,), FakeShelf(), tmp_path)
+    assert training.runs == []
+
+
+def test_grids():
+    grid = sweep.parse_grid(["lr=1e-4,3e-4", "--batch-size=8,16", "ks=1,2/1,2,4", "simix=true,false"])
+    assert grid == {"lr": (1e-4, 3e-4), "batch_size": (8, 16), "ks": ((1, 2), (1, 2, 4)), "simix": (True, False)}
+    made = sweep.combinations(grid)
+    assert len(made) == 16
+    assert made[1] == {"lr": 1e-4, "batch_size": 8, "ks": (1, 2), "simix": False}
+    assert sweep.label_of(made[0]) == "lr=0.0001 batch_size=8 ks=1,2 simix=yes"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (["lr"], "--grid wants SETTING=VALUE,VALUE,..., got 'lr'"),
+        (["lrr=1"], "there is no setting 'lrr': did you mean 'lr'?"),
+        (["lr=fast"], "lr must be a finite number, got 'fast'"),
+        (["seed=1,2"], "seed is decided by the sweep itself"),
+        (["lr=1", "lr=2"], "lr is given twice"),
+    ],
+)
+def test_wrong_grids(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sweep.parse_grid(text)
+
+
+def test_seeds():
+    assert parse_seeds("3") == (0, 1, 2)
+    assert parse_seeds("0,7") == (0, 7)
+    assert parse_seeds("5,") == (5,)
+    for wrong in ("", "x", "0", "1,1", "-1"):
+        with pytest.raises(ValueError, match="--seeds must"):
+            parse_seeds(wrong)
+
+
+def test_mean_and_deviation():
+    values = [0.5, 0.7, 0.9]
+    assert mean_and_deviation(values) == pytest.approx((0.7, statistics.stdev(values)))
+    assert mean_and_deviation([0.5]) == (0.5, 0.0)
+    entries = [Entry(str(v), "g", "l", {}, 0, "test", {"R@1": v}, 1.0) for v in values]
+    assert percentages(entries, "R@1") == "70.0 ± 20.0"
+    assert percentages(entries[:1], "R@1") == "50.0"
+    assert as_csv([replace(entries[0], changes={"ks": (1, 2)}), replace(entries[1], metrics={"mAP": 1.0})]).splitlines() == [
+        "group,label,changes,seed,split,R@1,mAP,seconds",
+        'g,l,"ks=1,2",0,test,0.500000,,1.0',
+        "g,l,,0,test,,1.000000,1.0",
+    ]
+    assert markdown(["a", "b"], [["x", "10"]]) == "| a |  b |\n| - | -: |\n| x | 10 |"
+
+
+def test_the_ledger_survives_its_process(tmp_path):
+    entry = Entry("key", "group", "label", {"lr": 0.1}, 3, "test", {"R@1": 0.5}, 2.0)
+    Ledger(tmp_path / "sub" / "ledger.jsonl").add(entry)
+    assert Ledger(tmp_path / "sub" / "ledger.jsonl").get("key") == entry
+    assert Ledger(tmp_path / "sub" / "ledger.jsonl").get("other") is None
+
+
+@pytest.mark.parametrize("study", study.STUDIES.values(), ids=study.STUDIES)
+def test_every_line_of_a_study_is_a_recipe_that_sees_as_many_images(study):
+    images = 19_280
+    sized = {v.label: study._sized(study.base, v, images, debug=False) for v in study.variations}
+    seen = study.base.epochs * images
+    for recipe in sized.values():
+        # half a batch is the most that rounding can cost
+        assert abs(recipe.steps * recipe.batch_size - seen) <= recipe.batch_size / 2
+        assert 0 < recipe.warmup_steps < recipe.steps
+    groups = {v.group for v in study.variations}
+    assert groups == {"loss", "sampling", "batch size", "bins", "k", "temperature", "memory", "margin"}
+    # every preset with and without SiMix
+    of_losses = [sized[v.label] for v in study.variations if v.group == "loss"]
+    assert {(recipe.loss, recipe.simix) for recipe in of_losses} == {
+        (loss, simix) for loss in ("recall-at-k", "smooth-ap", "fastap", "rambo-recall", "rambo-ap") for simix in (False, True)
+    }
+    with pytest.raises(ValueError, match="'colour' matches no line of the study omniglot; its groups are loss, sampling"):
+        study.chosen("colour")
+    assert {v.group for v in study.chosen("bins")} == {"bins"}
+    assert {v.label for v in study.chosen("*category*")} == {"FastAPLoss, category-hard", "RecallAtKLoss, category-hard"}
+
+
+def test_the_same_settings_in_two_groups_run_once(tree, tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def training(recipe, shelf, folder, *, splits):
+        ran.append(recipe)
+        return {"test": dict.fromkeys(study.METRICS, 0.5 + 0.001 * recipe.bins + 0.0001 * recipe.seed)}, 2.0
+
+    monkeypatch.setattr(study, "train_and_test", training)
+    chosen = study.STUDIES["omniglot"]
+    shelf = Shelf(Place(tree("omniglot"), CPU))
+    base = replace(chosen.base, partial=True, batch_size=12)
+    table = study.run_study(chosen, base, (0, 1), shelf, tmp_path, only="FastAPLoss")
+    labels = [v.label for v in chosen.chosen("FastAPLoss")]
+    # FastAP with 10 bins stands in three groups
+    assert len(ran) == 2 * (len(labels) - 2)
+    assert len({json.dumps(recipe.settings()) for recipe in ran}) == len(ran)
+    for label in labels:
+        assert re.search(rf"^\| {re.escape(label)} +\|", table, re.MULTILINE), label
+    assert re.search(r"^\| FastAPLoss, 20 bins +\| 52\.0 ± 0\.0 \|", table, re.MULTILINE)
+    assert (tmp_path / "omniglot.md").read_text() == table + "\n"
+    with (tmp_path / "omniglot.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 2 * len(labels)
+
+
+def test_a_real_sweep_in_miniature(tree, tmp_path, capsys):
+    command = ["sweep", "omniglot-fastap", "--data", str(tree("omniglot")), "--debug", "--out", str(tmp_path / "s")]
+    options = ["--grid", "bins=5,10", "--seeds", "0,1", "--device", "cpu", "--cache", "none"]
+    assert cli.main([*command, *options]) == 0
+    out = capsys.readouterr().out
+    assert out.count("validation: bins=") == 4
+    assert out.count("test: bins=") == 2
+    entries = [json.loads(line) for line in (tmp_path / "s" / "ledger.jsonl").read_text().splitlines()]
+    assert [entry["split"] for entry in entries] == ["validation"] * 4 + ["test"] * 2
+    assert all(0 <= entry["metrics"]["R@1"] <= 1 for entry in entries)
+    # half of the six classes trained in validation runs, all of them in test runs
+    for folder, classes in (("validation-bins=5-seed=0", 3), (f"test-{entries[-1]['label']}-seed=1", 6)):
+        start = json.loads((tmp_path / "s" / "runs" / folder / "journal.jsonl").read_text().splitlines()[0])
+        assert start["data"]["train"]["classes"] == classes
+
+
+def test_a_real_study_in_miniature(tree, tmp_path, capsys):
+    command = ["study", "omniglot", "--data", str(tree("omniglot")), "--debug", "--only", "sampling", "--device", "cpu"]
+    assert cli.main([*command, "--out", str(tmp_path), "--csv", str(tmp_path / "x" / "table.csv"), "--cache", "none"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^\| FastAPLoss, category-hard +\|( +[\d.]+ \|){4} +\d+ s \|$", out, re.MULTILINE)
+    with (tmp_path / "x" / "table.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["changes"].split("sampler=")[1].split()[0] for row in rows] == [
+        "class-balanced",
+        "whole-class",
+        "category-hard",
+    ] * 2
+    assert (tmp_path / "x" / "table.md").exists()
