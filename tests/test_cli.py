@@ -1,5 +1,6 @@
 """The command line: verbs, versions, help when something is wrong, and the demo in miniature."""
 
+import importlib
 import re
 from importlib.metadata import version
 
@@ -10,8 +11,9 @@ from torch import nn
 
 import rankgrad
 from rankgrad import cli
-from rankgrad.cli import demo
 from rankgrad.data.glyphs import Glyphs
+
+demo = importlib.import_module("rankgrad.cli.demo")
 
 
 def test_version(capsys):
@@ -45,8 +47,6 @@ def test_wrong_arguments_get_a_hint_and_status_2(arguments, message, capsys):
 
 
 def test_the_rest_of_the_line_and_the_status_pass_through(monkeypatch):
-    from rankgrad.cli import demo
-
     received = []
     monkeypatch.setattr(demo, "main", lambda arguments: received.extend(arguments) or 7)
     assert cli.main(["demo", "--help", "x"]) == 7

@@ -162,26 +162,26 @@ def test_the_ledger_survives_its_process(tmp_path):
     assert Ledger(tmp_path / "sub" / "ledger.jsonl").get("other") is None
 
 
-@pytest.mark.parametrize("study", study.STUDIES.values(), ids=study.STUDIES)
-def test_every_line_of_a_study_is_a_recipe_that_sees_as_many_images(study):
+@pytest.mark.parametrize("chosen", study.STUDIES.values(), ids=study.STUDIES)
+def test_every_line_of_a_study_is_a_recipe_that_sees_as_many_images(chosen):
     images = 19_280
-    sized = {v.label: study._sized(study.base, v, images, debug=False) for v in study.variations}
-    seen = study.base.epochs * images
+    sized = {v.label: study._sized(chosen.base, v, images, debug=False) for v in chosen.variations}
+    seen = chosen.base.epochs * images
     for recipe in sized.values():
         # half a batch is the most that rounding can cost
         assert abs(recipe.steps * recipe.batch_size - seen) <= recipe.batch_size / 2
         assert 0 < recipe.warmup_steps < recipe.steps
-    groups = {v.group for v in study.variations}
+    groups = {v.group for v in chosen.variations}
     assert groups == {"loss", "sampling", "batch size", "bins", "k", "temperature", "memory", "margin"}
     # every preset with and without SiMix
-    of_losses = [sized[v.label] for v in study.variations if v.group == "loss"]
+    of_losses = [sized[v.label] for v in chosen.variations if v.group == "loss"]
     assert {(recipe.loss, recipe.simix) for recipe in of_losses} == {
         (loss, simix) for loss in ("recall-at-k", "smooth-ap", "fastap", "rambo-recall", "rambo-ap") for simix in (False, True)
     }
     with pytest.raises(ValueError, match="'colour' matches no line of the study omniglot; its groups are loss, sampling"):
-        study.chosen("colour")
-    assert {v.group for v in study.chosen("bins")} == {"bins"}
-    assert {v.label for v in study.chosen("*category*")} == {"FastAPLoss, category-hard", "RecallAtKLoss, category-hard"}
+        chosen.chosen("colour")
+    assert {v.group for v in chosen.chosen("bins")} == {"bins"}
+    assert {v.label for v in chosen.chosen("*category*")} == {"FastAPLoss, category-hard", "RecallAtKLoss, category-hard"}
 
 
 def test_the_same_settings_in_two_groups_run_once(tree, tmp_path, monkeypatch, capsys):
