@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rankgrad.models import Embedder, ModelSpec, build_model, live_batch_norms
+from rankgrad.models import Embedder, ModelSpec, build_model
+from rankgrad.train.gradient_check import live_batch_norms
 
 TINY_VIT = "vit_tiny_patch16_224"
 SMALL = ModelSpec(trunk="convnet", dim=16)
@@ -138,12 +139,12 @@ def test_the_mode_holds_for_batch_norms_converted_afterwards_and_inside_wrappers
     wrapped.eval()
     wrapped.train()
     assert any(isinstance(layer, nn.SyncBatchNorm) for layer in wrapped.modules())
-    assert live_batch_norms(wrapped) == ()
+    assert live_batch_norms(wrapped) == []
 
 
 def test_live_batch_norms_are_named():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3, track_running_stats=False).eval())
-    assert live_batch_norms(model) == ("0", "2")
+    assert live_batch_norms(model) == ["0", "2"]
 
 
 @pytest.mark.parametrize("spec", [SMALL, replace(SMALL, dim=0, layer_norm=False), ModelSpec(trunk=TINY_VIT, dim=8)])

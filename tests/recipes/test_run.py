@@ -18,7 +18,7 @@ from rankgrad.data.preprocessing import Crop
 from rankgrad.data.readers import READERS
 from rankgrad.data.table import GroundTruth, Table
 from rankgrad.eval import evaluate
-from rankgrad.models.spec import BATCH_NORMS, PIXELS, POOLS
+from rankgrad.models import BatchNorm, Pixels, Pool
 from rankgrad.recipes.catalogue import find
 from rankgrad.runs.data_cache import Place, Shelf, limited
 from rankgrad.runs.debug_version import shrunk
@@ -197,9 +197,9 @@ def test_a_sampler_within_rows():
 def test_choices_are_those_of_the_rooms_that_know_them():
     choices = {name: entry.metadata["choices"] for name, entry in SETTINGS.items()}
     assert choices["data_set"] == choices["test_on"] == tuple(READERS)
-    assert choices["pool"] == POOLS
-    assert choices["batch_norm"] == BATCH_NORMS
-    assert choices["pixels"] == PIXELS
+    assert choices["pool"] == get_args(Pool)
+    assert choices["batch_norm"] == get_args(BatchNorm)
+    assert choices["pixels"] == get_args(Pixels)
     assert choices["optimizer"] == OPTIMIZERS
     assert choices["schedule"] == SCHEDULES
     assert choices["precision"] == tuple(AUTOCAST)

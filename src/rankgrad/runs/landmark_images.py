@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rankgrad.data.image_files import read_guarded, to_rgb
 from rankgrad.data.table import Table
-from rankgrad.models import Embedder, describe
+from rankgrad.models import Embedder, embed_multiscale
 from rankgrad.train.progress import Progress
 
 
@@ -31,7 +31,7 @@ def describe_landmarks(
     with Progress(len(table), f"describing {table.name}", unit="images") as progress:
         for row in range(len(table)):
             pixels = torch.from_numpy(landmark(table, row, size)).permute(2, 0, 1)[None].to(device)
-            found[row] = describe(model, pixels, scales)[0].float().cpu().numpy()
+            found[row] = embed_multiscale(model, pixels, scales)[0].float().cpu().numpy()
             progress.advance()
     return found
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankgrad.data.table import Table
 from rankgrad.eval import Result, evaluate_divided, evaluate_table, expected_memory
 from rankgrad.eval.embedding_blocks import Array
-from rankgrad.models import Embedder, describe
+from rankgrad.models import Embedder, embed_multiscale
 from rankgrad.runs.data_cache import WITH_DISTRACTORS, Part, Place, Shelf
 from rankgrad.runs.embedding import embed
 from rankgrad.runs.landmark_images import describe_landmarks
@@ -46,7 +46,7 @@ class AtScales(nn.Module):
         self.model, self.scales = model, tuple(scales)
 
     def forward(self, images: Tensor) -> Tensor:
-        return describe(self.model, images, self.scales)
+        return embed_multiscale(self.model, images, self.scales)
 
 
 def embeddings_of(recipe: Recipe, model: Embedder, part: Part, place: Place) -> Tensor:

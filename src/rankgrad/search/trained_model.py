@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rankgrad.data.image_files import Decoder, UnreadableImageError, in_order
 from rankgrad.data.image_store import Images, bytes_needed
 from rankgrad.data.table import Table
-from rankgrad.models import Embedder, describe
+from rankgrad.models import Embedder, embed_multiscale
 from rankgrad.runs.data_cache import Part, Place
 from rankgrad.runs.embedding import embed
 from rankgrad.runs.landmark_images import landmark
@@ -101,7 +101,7 @@ class Network:
             return np.empty((0, self.model.dim), np.float32)
         if self.at_own_shape:
             parts = [torch.from_numpy(image)[None].to(self.device) for image in planes]
-            return torch.cat([describe(self.model, part, self.recipe.scales) for part in parts]).float().cpu().numpy()
+            return torch.cat([embed_multiscale(self.model, part, self.recipe.scales) for part in parts]).float().cpu().numpy()
         # of the table only its length is asked
         table = Table("batch", Path(), ("image",) * len(planes), np.full(len(planes), -1))
         batches = ordered_batches(self.recipe, Part(_images(planes), table), Place(None, self.device))
