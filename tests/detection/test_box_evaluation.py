@@ -7,7 +7,7 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from rankgrad.detection import Found, Scene, evaluate_boxes
+from rankgrad.detection import Detections, Scene, evaluate_boxes
 from rankgrad.detection.box_evaluation import LEFT_OUT, RIGHT, WRONG
 
 UNIT = (0, 0, 10, 10)
@@ -29,7 +29,7 @@ def found(*boxes, scores=None, labels=None):
     count = len(boxes)
     scores = scores if scores is not None else [1 - 0.1 * i for i in range(count)]
     labels = labels if labels is not None else [1] * count
-    return Found(np.array(boxes, np.float32).reshape(-1, 4), np.array(labels, np.int64), np.array(scores, np.float32))
+    return Detections(np.array(boxes, np.float32).reshape(-1, 4), np.array(labels, np.int64), np.array(scores, np.float32))
 
 
 def moved(box, by):

@@ -10,7 +10,7 @@ from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 
 from rankgrad.detection import DetectionAPLoss, draw_shapes
-from rankgrad.detection.detector_training import DetectionBatches, unpacked
+from rankgrad.detection.detector_training import DetectionBatches, uncollate
 from rankgrad.detection.faster_rcnn import RESNETS, build_detector, use_classification_loss
 
 
@@ -25,7 +25,7 @@ def given():
     scenes = draw_shapes("train", 60, size=96)
     empty = next(number for number, scene in enumerate(scenes.scenes) if not len(scene.labels))
     *_, batch, _ = next(DetectionBatches(scenes.select([0, 1, empty]), 3, flip=False).iterate(0))
-    return unpacked(batch)
+    return uncollate(batch)
 
 
 def losses_of(detector, given):

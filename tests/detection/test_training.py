@@ -17,7 +17,7 @@ from rankgrad.detection import DetectionAPLoss, box_results, draw_shapes
 from rankgrad.detection.detection_recipe import RECIPES, find
 from rankgrad.detection.detection_report import page
 from rankgrad.detection.detection_task import Place, load_detector, load_run, read_split
-from rankgrad.detection.detector_training import DetectionBatches, DetectionObjective, RowDetector, detect, unpacked
+from rankgrad.detection.detector_training import DetectionBatches, DetectionObjective, RowDetector, detect, uncollate
 from rankgrad.detection.faster_rcnn import build_detector
 from rankgrad.train.journal import entries
 
@@ -38,7 +38,7 @@ def test_rows_and_objective_add_up_to_torchvisions_losses(scenes):
     plain.load_state_dict(model.detector.state_dict())
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        wanted = sum(plain(*unpacked(batch)).values())
+        wanted = sum(plain(*uncollate(batch)).values())
         torch.manual_seed(0)
         value = DetectionObjective(F.cross_entropy, 5)(model(batch), labels)
     torch.testing.assert_close(value, wanted)
@@ -91,7 +91,7 @@ def test_batches_are_a_function_of_seed_epoch_and_step(scenes):
 def test_a_mirrored_image_has_mirrored_boxes(scenes):
     straight, mirrored = (
         {number: item for _, numbers, batch, _ in DetectionBatches(scenes, 1, flip=flip).iterate(0)
-         for number, item in zip(numbers.tolist(), zip(*unpacked(batch), strict=True), strict=True)}
+         for number, item in zip(numbers.tolist(), zip(*uncollate(batch), strict=True), strict=True)}
         for flip in (False, True)
     )  # fmt: skip
     turned = 0
@@ -215,8 +215,8 @@ def test_the_report_shows_classes_curves_and_boxes(debug_run, tmp_path):
 
 def test_pictures_are_those_with_most_mistakes_and_with_none():
     scenes = draw_shapes("test", 12, size=96)
-    perfect = [box_results.Found(s.boxes, s.labels, np.ones(len(s.labels), np.float32)) for s in scenes.scenes]
-    nothing = box_results.Found(np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.float32))
+    perfect = [box_results.Detections(s.boxes, s.labels, np.ones(len(s.labels), np.float32)) for s in scenes.scenes]
+    nothing = box_results.Detections(np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.float32))
     most = max(range(12), key=lambda i: (len(scenes.scenes[i].clear.labels), -i))
     perfect[most] = nothing
     chosen = box_results.worst_and_best(box_results.judged("test", scenes, perfect))

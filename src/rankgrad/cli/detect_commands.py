@@ -8,7 +8,7 @@ from typing import Any
 from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named, parsed_flag
 from rankgrad.cli.train_commands import parse_seeds
 from rankgrad.detection.detection_recipe import GROUPS, RECIPES, SETTINGS, DetectionRecipe, find, shrunk
-from rankgrad.detection.detection_task import Place, continue_run, evaluate_run, start_run
+from rankgrad.detection.detection_task import Place, evaluate_run, resume_run, start_run
 from rankgrad.recipes.catalogue import percent, shown
 from rankgrad.runs.recipe import nearest
 
@@ -50,7 +50,7 @@ def train(arguments: Sequence[str]) -> int:
         if given.resume and given.out:
             parser.error("--resume RUN and --out DIR both name the run's folder: give one")
         folder = Path(given.resume) if given.resume else given.out or Path("runs") / _chosen(parser, given, changes).name
-        continue_run(folder, _place(given), changes)
+        resume_run(folder, _place(given), changes)
         return 0
     recipe = _chosen(parser, given, changes)
     start_run(recipe, _place(given), given.out or Path("runs") / recipe.name, debug=given.debug)

@@ -11,7 +11,7 @@ import torch
 from rankgrad.cli.launch import FailedProcessError, launch, without_flag
 from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named
 from rankgrad.recipes.catalogue import RECIPES, description, find, listing
-from rankgrad.runs.data_cache import Place, Shelf
+from rankgrad.runs.data_cache import DataCache, RunContext
 from rankgrad.runs.debug_version import shrunk
 from rankgrad.runs.recipe import Recipe, nearest
 from rankgrad.runs.run_folder import RECIPE_FILE
@@ -25,7 +25,7 @@ CHECKPOINTS = ("best", "last")
 
 def train(arguments: Sequence[str]) -> int:
     """`rankgrad train [RECIPE] --data DIR` or `rankgrad train --resume RUN`."""
-    from rankgrad.runs.pipeline import continue_run, start_run
+    from rankgrad.runs.pipeline import resume_run, start_run
 
     parser = _recipe_parser("rankgrad train", "Train a recipe, or your own images, and test the result.", arguments)
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run [runs/RECIPE]")
@@ -58,9 +58,9 @@ def train(arguments: Sequence[str]) -> int:
     with joined(device_named(given.device)) as processes:
         place = replace(_place(given, processes), parallel=given.parallel)
         if given.resume is not None:
-            return continue_run(folder, place, changes)
+            return resume_run(folder, place, changes)
         assert recipe is not None, "a run that is not resumed has a recipe"
-        start_run(recipe, Shelf(place), folder, debug=given.debug)
+        start_run(recipe, DataCache(place), folder, debug=given.debug)
     return 0
 
 
@@ -187,7 +187,7 @@ def sweep(arguments: Sequence[str]) -> int:
     recipe = _chosen(given, changed_settings(given))
     folder = given.out or Path("runs") / f"sweep-{recipe.name}"
     found = run(
-        recipe, parse_grid(given.grid), parse_seeds(given.seeds), Shelf(_place(given)), folder, metric=given.metric
+        recipe, parse_grid(given.grid), parse_seeds(given.seeds), DataCache(_place(given)), folder, metric=given.metric
     )  # fmt: skip
     print(f"\n{found.report()}\n\nevery run: {folder / 'runs.csv'}, {folder / 'sweep.json'}")
     return 0
@@ -215,7 +215,7 @@ def study(arguments: Sequence[str]) -> int:
     folder = given.out or Path("runs") / f"study-{chosen.name}{'-debug' if given.debug else ''}"
     seeds = parse_seeds(given.seeds)
     text = run_study(
-        chosen, base, seeds, Shelf(_place(given)), folder, only=given.only, csv=given.csv, debug=given.debug
+        chosen, base, seeds, DataCache(_place(given)), folder, only=given.only, csv=given.csv, debug=given.debug
     )  # fmt: skip
     print(f"\n{text}")
     return 0
@@ -269,7 +269,7 @@ def _is_to_be_launched(given: object) -> bool:
     return processes > 1 and not launched()
 
 
-def _place(given: object, processes: Processes | None = None) -> Place:
+def _place(given: object, processes: Processes | None = None) -> RunContext:
     values = vars(given)
     if processes is None and launched():
         raise ValueError("this verb runs in one process; torchrun is for train, eval and check-equivalence")
@@ -278,7 +278,7 @@ def _place(given: object, processes: Processes | None = None) -> Place:
     if values["workers"] is not None and values["workers"] < 1:
         raise ValueError(f"--workers must be at least 1, got {values['workers']}")
     data = values["data"]
-    return Place(
+    return RunContext(
         data=None if data is None else data.expanduser().resolve(),
         device=device,
         cache=None if cache == "none" else Path(cache).expanduser(),

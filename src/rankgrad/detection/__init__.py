@@ -12,7 +12,7 @@
 The loss, the reader and AP need torch and numpy; detectors and images need: pip install 'rankgrad[train]'.
 """
 
-from rankgrad.detection.box_evaluation import DetectionResult, Found, evaluate_boxes
+from rankgrad.detection.box_evaluation import DetectionResult, Detections, evaluate_boxes
 from rankgrad.detection.loss import DetectionAPLoss
 from rankgrad.detection.scenes import Scene, Scenes
 from rankgrad.detection.shapes import draw_shapes
@@ -22,7 +22,7 @@ __all__ = [
     "VOC_CLASSES",
     "DetectionAPLoss",
     "DetectionResult",
-    "Found",
+    "Detections",
     "Scene",
     "Scenes",
     "draw_shapes",

@@ -31,7 +31,7 @@ WRONG, RIGHT, LEFT_OUT = 0, 1, 2
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class Detections:
     """The detections in one image."""
 
     boxes: Boxes  # [D, 4]
@@ -42,11 +42,11 @@ class Found:
         count = len(self.labels)
         if self.boxes.shape != (count, 4) or self.scores.shape != (count,):
             raise ValueError(
-                f"Found: boxes [D, 4], labels [D] and scores [D] must agree, got {self.boxes.shape}, {self.labels.shape} and "
-                f"{self.scores.shape}"
+                f"Detections: boxes [D, 4], labels [D] and scores [D] must agree, got {self.boxes.shape}, "
+                f"{self.labels.shape} and {self.scores.shape}"
             )
         if not np.isfinite(self.scores).all():
-            raise ValueError("Found: scores must be finite, got NaN or infinite ones")
+            raise ValueError("Detections: scores must be finite, got NaN or infinite ones")
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ class DetectionResult:
 
 
 def evaluate_boxes(
-    found: Sequence[Found], scenes: Sequence[Scene], class_names: Sequence[str], *, iou: float = 0.5
+    found: Sequence[Detections], scenes: Sequence[Scene], class_names: Sequence[str], *, iou: float = 0.5
 ) -> DetectionResult:
     """Judges the detections of each image against its objects.
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad.detection.box_evaluation import RIGHT, WRONG, DetectionResult, Found, evaluate_boxes
+from rankgrad.detection.box_evaluation import RIGHT, WRONG, DetectionResult, Detections, evaluate_boxes
 from rankgrad.detection.scenes import Scene, Scenes
 from rankgrad.train.journal import jsonable
 
@@ -39,11 +39,11 @@ class Tested:
     split: str
     class_names: tuple[str, ...]
     scenes: tuple[Scene, ...]
-    found: tuple[Found, ...]
+    found: tuple[Detections, ...]
     result: DetectionResult
 
 
-def judged(split: str, scenes: Scenes, found: Sequence[Found]) -> Tested:
+def judged(split: str, scenes: Scenes, found: Sequence[Detections]) -> Tested:
     """The detections of a split, judged."""
     result = evaluate_boxes(found, scenes.scenes, scenes.class_names)
     return Tested(split, scenes.class_names, scenes.scenes, tuple(found), result)
@@ -95,7 +95,7 @@ def load(folder: Path, split: str) -> tuple[Tested, Mapping[str, Any]]:
             _split(arrays, "object", ("boxes", "labels", "difficult"), len(arrays["names"]))
         )
     )
-    found = tuple(Found(*parts) for parts in _split(arrays, "found", ("boxes", "labels", "scores"), len(scenes)))
+    found = tuple(Detections(*parts) for parts in _split(arrays, "found", ("boxes", "labels", "scores"), len(scenes)))
     return Tested(split, names, scenes, found, evaluate_boxes(found, scenes, names)), content
 
 

@@ -58,7 +58,7 @@ def start_run(recipe: DetectionRecipe, place: Place, folder: Path, *, debug: boo
     return _run(recipe, place, folder, resume=False, debug=debug)
 
 
-def continue_run(folder: Path, place: Place, changes: Mapping[str, Any]) -> box_results.Tested:
+def resume_run(folder: Path, place: Place, changes: Mapping[str, Any]) -> box_results.Tested:
     """Go on with the run in `folder` where it was stopped, from what the folder says."""
     saved = load_run(folder)
     place = replace(place, data=place.data or saved.data)

@@ -20,7 +20,7 @@ from torchvision.models.detection import FasterRCNN
 from rankgrad import AveragePrecision, Exact, RankLoss
 from rankgrad._checks import check_count
 from rankgrad.data.seeds import bits, generator, permutation
-from rankgrad.detection.box_evaluation import Found
+from rankgrad.detection.box_evaluation import Detections
 from rankgrad.detection.faster_rcnn import ClassificationLoss, use_classification_loss
 from rankgrad.detection.scenes import Scenes
 
@@ -28,11 +28,11 @@ from rankgrad.detection.scenes import Scenes
 OTHERS = ("loss_objectness", "loss_rpn_box_reg", "loss_box_reg")
 # batches decoded before they are asked for
 AHEAD = 2
-NOTHING = -1
+IGNORED = -1
 """Target of a region that is not there."""
 
 
-class _Heard:
+class LossRecorder:
     """Stands where the classification loss is, and keeps what it is given."""
 
     logits: Tensor
@@ -49,18 +49,18 @@ class RowDetector(nn.Module):
     def __init__(self, detector: FasterRCNN) -> None:
         super().__init__()
         self.detector = detector
-        self._heard = _Heard()
-        use_classification_loss(detector, self._heard)
+        self._recorder = LossRecorder()
+        use_classification_loss(detector, self._recorder)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        images, targets = unpacked(batch)
+        images, targets = uncollate(batch)
         losses = self.detector(images, targets)
-        logits, labels = self._heard.logits.float(), self._heard.targets
-        del self._heard.logits, self._heard.targets
+        logits, labels = self._recorder.logits.float(), self._recorder.targets
+        del self._recorder.logits, self._recorder.targets
         most: int = self.detector.roi_heads.fg_bg_sampler.batch_size_per_image
         # which row a region stands in does not matter: the loss sees those of all
         spare = len(images) * most - len(logits)
-        columns = torch.cat((F.pad(labels, (0, spare), value=NOTHING)[:, None], F.pad(logits, (0, 0, 0, spare))), dim=1)
+        columns = torch.cat((F.pad(labels, (0, spare), value=IGNORED)[:, None], F.pad(logits, (0, 0, 0, spare))), dim=1)
         others = torch.stack([losses[name].float() for name in OTHERS])
         return torch.cat((others.expand(len(images), -1), columns.view(len(images), -1)), dim=1)
 
@@ -101,7 +101,7 @@ class DetectionObjective(nn.Module):
 
     def _regions(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         columns = rows[:, len(OTHERS) :].reshape(-1, 2 + self.classes)
-        there = columns[:, 0] != NOTHING
+        there = columns[:, 0] != IGNORED
         return columns[there, 1:], columns[there, 0].detach().long()
 
 
@@ -153,7 +153,7 @@ class DetectionBatches:
             numbers = order[step * self.batch_size : (step + 1) * self.batch_size]
             mirrored = torch.rand(len(numbers), generator=generator(self.seed, "detection flip", epoch, step)) < 0.5
             items = [self._item(int(i), bool(m) and self.flip) for i, m in zip(numbers, mirrored, strict=True)]
-            batch = packed(items)
+            batch = collate(items)
             return step, torch.from_numpy(numbers), batch, (batch["labels"] > 0).sum(dim=1)
 
         return ahead(made, start, len(self), self.workers)
@@ -167,7 +167,7 @@ class DetectionBatches:
         return image, boxes, torch.from_numpy(scene.labels)
 
 
-def packed(items: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
+def collate(items: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
     """Images, boxes and labels of several scenes as tensors with a row per scene, padded at their ends."""
     height, width = (max(image.shape[axis] for image, _, _ in items) for axis in (1, 2))
     most = max(len(labels) for _, _, labels in items)
@@ -175,7 +175,7 @@ def packed(items: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
         "images": torch.zeros(len(items), 3, height, width, dtype=torch.uint8),
         "sizes": torch.tensor([image.shape[1:] for image, _, _ in items]),
         "boxes": torch.zeros(len(items), most, 4),
-        "labels": torch.full((len(items), most), NOTHING),
+        "labels": torch.full((len(items), most), IGNORED),
     }
     for row, (image, boxes, labels) in enumerate(items):
         batch["images"][row, :, : image.shape[1], : image.shape[2]] = image
@@ -184,7 +184,7 @@ def packed(items: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
     return batch
 
 
-def unpacked(batch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def uncollate(batch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Images and targets as torchvision's detectors want them: pixels in 0..1, no padding."""
     images = [
         image[:, :height, :width].float() / 255
@@ -192,7 +192,7 @@ def unpacked(batch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[dict[str, 
     ]
     targets = []
     for boxes, labels in zip(batch["boxes"], batch["labels"], strict=True):
-        there = labels != NOTHING
+        there = labels != IGNORED
         targets.append({"boxes": boxes[there], "labels": labels[there]})
     return images, targets
 
@@ -207,7 +207,7 @@ def detect(
     workers: int = 2,
     autocast: torch.dtype | None = None,
     each: Callable[[int], None] | None = None,
-) -> list[Found]:
+) -> list[Detections]:
     """What a detector finds in every image, in their order.
 
     Args:
@@ -221,7 +221,7 @@ def detect(
     """
     was_training = detector.training
     detector.eval()
-    found: list[Found] = []
+    found: list[Detections] = []
 
     def made(step: int) -> list[Tensor]:
         last = min((step + 1) * batch_size, len(scenes))
@@ -239,9 +239,9 @@ def detect(
     return found
 
 
-def _found(output: Mapping[str, Tensor]) -> Found:
+def _found(output: Mapping[str, Tensor]) -> Detections:
     boxes, scores = (output[name].float().cpu().numpy().astype(np.float32) for name in ("boxes", "scores"))
-    return Found(boxes, output["labels"].cpu().numpy().astype(np.int64), scores)
+    return Detections(boxes, output["labels"].cpu().numpy().astype(np.int64), scores)
 
 
 def ahead(made: Callable[[int], Any], start: int, stop: int, workers: int) -> Iterator[Any]:

@@ -24,7 +24,7 @@ WITH_DISTRACTORS = "+r1m"
 
 
 @dataclass(frozen=True)
-class Place:
+class RunContext:
     """Where a recipe runs: what may differ between two runs of the same result."""
 
     data: Path | None
@@ -43,7 +43,7 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Split:
     """A split with its images. `rows` are those of its images that are meant; None: all."""
 
     images: Images | Decoding
@@ -56,18 +56,18 @@ class Part:
         return self.table.labels if self.rows is None else self.table.labels[self.rows]
 
     @property
-    def meant(self) -> Table:
+    def selected(self) -> Table:
         """The table of the rows that are meant."""
         return self.table if self.rows is None else self.table.select(self.rows)
 
 
-class Shelf:
+class DataCache:
     """Opens each data set and each split once."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
         self._data_sets: dict[tuple[str, bool, bool], DataSet] = {}
-        self._parts: dict[tuple[object, ...], Part] = {}
+        self._splits: dict[tuple[object, ...], Split] = {}
 
     def data_set(self, recipe: Recipe, name: str | None = None) -> DataSet:
         """The data set `name`, by default the one that `recipe` trains on."""
@@ -79,7 +79,7 @@ class Shelf:
 
     def _folder(self, name: str, *, shared: bool) -> Path | None:
         """Where `name` lies: in --data, or, where a recipe uses several data sets, in the folder of its name there."""
-        root = self.place.data
+        root = self.context.data
         if name == "glyphs":
             return None
         if root is None:
@@ -93,7 +93,7 @@ class Shelf:
             raise ValueError(f"{data_set.name} has no split {split!r}; it has {', '.join(data_set.splits)}")
         return limited(data_set.splits[split], recipe.classes, recipe.images_per_class)
 
-    def part(self, recipe: Recipe, split: str, name: str | None = None) -> Part:
+    def split(self, recipe: Recipe, split: str, name: str | None = None) -> Split:
         """A split with its images: decoded, on the device where they fit there, or to be decoded when they are shown."""
         key = (
             name or recipe.data_set,
@@ -106,42 +106,42 @@ class Shelf:
             recipe.aspect,
             recipe.size if recipe.decode == "always" else 0,
         )
-        if key not in self._parts:
-            self._parts[key] = self._open(recipe, self.table(recipe, split, name))
-        return self._parts[key]
+        if key not in self._splits:
+            self._splits[key] = self._open(recipe, self.table(recipe, split, name))
+        return self._splits[key]
 
-    def _open(self, recipe: Recipe, table: Table) -> Part:
+    def _open(self, recipe: Recipe, table: Table) -> Split:
         square = recipe.aspect == "square"
         if recipe.decode == "always":
-            return Part(Decoding(table, recipe.size, side=recipe.stored, square=square, workers=self.place.workers), table)
+            return Split(Decoding(table, recipe.size, side=recipe.stored, square=square, workers=self.context.workers), table)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            images, table = self.place.processes.first_goes_first(
+            images, table = self.context.processes.first_goes_first(
                 lambda: open_images(
                     table,
                     side=recipe.stored,
-                    cache=self.place.cache,
+                    cache=self.context.cache,
                     square=square,
                     skip_bad=recipe.skip_bad,
-                    workers=self.place.workers,
+                    workers=self.context.workers,
                 )
             )
         for warning in caught:
-            self.place.say(f"note: {warning.message}")
-        return Part(self._near(images), table)
+            self.context.say(f"note: {warning.message}")
+        return Split(self._near(images), table)
 
     def _near(self, images: Images) -> Images:
-        device = self.place.device
+        device = self.context.device
         return images.to(device) if device.type != "cpu" and images.fits_on(device, SHARE_FOR_IMAGES) else images
 
-    def training(self, recipe: Recipe) -> tuple[Part, Part | None]:
+    def training(self, recipe: Recipe) -> tuple[Split, Split | None]:
         """What `recipe` trains on, and what it validates on if that is not the test split."""
-        part = self.part(recipe, "train")
+        split = self.split(recipe, "train")
         if recipe.validation == "half":
-            first, _ = halves(part.table)
-            in_first = np.isin(part.table.labels, np.unique(first.labels))
-            return replace(part, rows=np.flatnonzero(in_first)), replace(part, rows=np.flatnonzero(~in_first))
-        return part, self.part(recipe, "validation") if recipe.validation == "split" else None
+            first, _ = halves(split.table)
+            in_first = np.isin(split.table.labels, np.unique(first.labels))
+            return replace(split, rows=np.flatnonzero(in_first)), replace(split, rows=np.flatnonzero(~in_first))
+        return split, self.split(recipe, "validation") if recipe.validation == "split" else None
 
     def tests(self, recipe: Recipe) -> dict[str, tuple[str, str]]:
         """What there is to test on: a name for each -> its data set and split."""

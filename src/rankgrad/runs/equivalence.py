@@ -9,9 +9,9 @@ from torch import Tensor, nn
 import rankgrad as rg
 from rankgrad.data.samplers import InOrder
 from rankgrad.eval import evaluate, evaluate_divided
-from rankgrad.runs.data_cache import Part, Place, Shelf
+from rankgrad.runs.data_cache import DataCache, RunContext, Split
 from rankgrad.runs.recipe import Recipe
-from rankgrad.runs.retrieval_task import Within, make_batches
+from rankgrad.runs.retrieval_task import SubsetSampler, make_batches
 from rankgrad.runs.task_losses import make_loss
 from rankgrad.runs.task_models import make_model
 from rankgrad.train.processes import ALONE, Processes
@@ -67,14 +67,14 @@ class _Computed:
     metrics: dict[str, float]
 
 
-def compare(recipe: Recipe, place: Place, *, images: int) -> Equivalence:
+def compare(recipe: Recipe, context: RunContext, *, images: int) -> Equivalence:
     """Called by all processes; the first computes the batch alone too."""
-    processes = place.processes
-    pixels, labels = _batch(recipe, Shelf(place), images)
+    processes = context.processes
+    pixels, labels = _batch(recipe, DataCache(context), images)
     if len(labels) < processes.size:
         raise ValueError(f"a batch of {recipe.name} has {len(labels)} images, which {processes.size} processes cannot share")
-    together = _computed(recipe, place, pixels, labels, processes)
-    alone = processes.from_first(lambda: _computed(recipe, place, pixels, labels, ALONE))
+    together = _computed(recipe, context, pixels, labels, processes)
+    alone = processes.from_first(lambda: _computed(recipe, context, pixels, labels, ALONE))
     # the metrics of all are known to the first
     metrics = processes.from_first(lambda: {name: (value, together.metrics[name]) for name, value in alone.metrics.items()})
     differences = {name: _difference(together.gradients[name], gradient) for name, gradient in alone.gradients.items()}
@@ -91,20 +91,20 @@ def compare(recipe: Recipe, place: Place, *, images: int) -> Equivalence:
     )
 
 
-def _batch(recipe: Recipe, shelf: Shelf, images: int) -> tuple[Tensor, Tensor]:
+def _batch(recipe: Recipe, data: DataCache, images: int) -> tuple[Tensor, Tensor]:
     """The first images of the recipe's first batch, a few of each class, whole on every process."""
     small = replace(recipe, size=min(recipe.size, LARGEST_SIDE), stored_side=0)
-    part, _ = shelf.training(small)
-    rows = _few_of_each(next(iter(make_batches(small, part, replace(shelf.place, processes=ALONE)).sampler)), part, images)
-    batches = make_batches(small, part, replace(shelf.place, processes=ALONE))
-    batches.sampler = Within(InOrder(len(rows), len(rows)), rows)
+    split, _ = data.training(small)
+    rows = _few_of_each(next(iter(make_batches(small, split, replace(data.context, processes=ALONE)).sampler)), split, images)
+    batches = make_batches(small, split, replace(data.context, processes=ALONE))
+    batches.sampler = SubsetSampler(InOrder(len(rows), len(rows)), rows)
     batch = next(batches.iterate(0))
     return batch.images.double(), batch.labels
 
 
-def _few_of_each(batch: list[int], part: Part, images: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def _few_of_each(batch: list[int], split: Split, images: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     rows = np.array(batch)
-    labels = part.table.labels[rows]
+    labels = split.table.labels[rows]
     place = np.array([int((labels[:i] == label).sum()) for i, label in enumerate(labels)])
     chosen = np.flatnonzero(place < MOST_PER_CLASS)[:images]
     if len(chosen) < images:
@@ -112,17 +112,17 @@ def _few_of_each(batch: list[int], part: Part, images: int) -> "np.ndarray[tuple
     return rows[chosen]
 
 
-def _computed(recipe: Recipe, place: Place, pixels: Tensor, labels: Tensor, processes: Processes) -> _Computed:
+def _computed(recipe: Recipe, context: RunContext, pixels: Tensor, labels: Tensor, processes: Processes) -> _Computed:
     plain = make_model(replace(recipe, weights="none"), torch.device("cpu")).double()
-    if place.processes.size > 1:
+    if context.processes.size > 1:
         refuse_local_statistics(plain)
     _without_dropout(plain)
-    model, _ = spread(plain, [], place.parallel, processes)
+    model, _ = spread(plain, [], context.parallel, processes)
     loss = make_loss(recipe)
     own = processes.own(len(labels))
     # half of a share at a time, so that chunks take part in the comparison
-    largest = -(-len(labels) // place.processes.size)
-    chunk = -(-largest // 2) if len(labels) >= 2 * place.processes.size else 0
+    largest = -(-len(labels) // context.processes.size)
+    chunk = -(-largest // 2) if len(labels) >= 2 * context.processes.size else 0
     wrapped = rg.DistributedRankLoss(loss) if processes.size > 1 else loss
     step = rg.LargeBatch(model, wrapped, chunk, keep=1, processes=processes)
     torch.manual_seed(recipe.seed)

@@ -13,9 +13,9 @@ from torch import nn
 import rankgrad as rg
 from rankgrad.eval import Result
 from rankgrad.models import Embedder
-from rankgrad.runs.data_cache import Part, Place, Shelf
+from rankgrad.runs.data_cache import DataCache, RunContext, Split
 from rankgrad.runs.recipe import SETTINGS, Recipe
-from rankgrad.runs.retrieval_evaluation import Tester, comparison, embeddings_of, save, score_shares
+from rankgrad.runs.retrieval_evaluation import RetrievalEvaluator, comparison, embeddings_of, save, score_shares
 from rankgrad.runs.retrieval_task import make_batches
 from rankgrad.runs.run_folder import DEBUG_NOTICE, RECIPE_FILE, content_of, data_in, description_in, read
 from rankgrad.runs.task_losses import make_loss
@@ -31,12 +31,12 @@ FREE = ("partial", "skip_bad", "test_on", "scales")
 VALIDATION = "validation"
 
 
-def start_run(recipe: Recipe, shelf: Shelf, folder: Path, *, debug: bool = False) -> Mapping[str, Result]:
+def start_run(recipe: Recipe, data: DataCache, folder: Path, *, debug: bool = False) -> Mapping[str, Result]:
     """Train `recipe` in a new folder and test it."""
-    if shelf.place.processes.from_first(lambda: folder.exists() and not _is_free(folder)):
+    if data.context.processes.from_first(lambda: folder.exists() and not _is_free(folder)):
         way = f"continue the run in it with --resume {folder}, or " if (folder / RECIPE_FILE).is_file() else ""
         raise ValueError(f"{folder} is there already and not empty: {way}give another folder with --out")
-    return _run(recipe, shelf, folder, resume=False, debug=debug)
+    return _run(recipe, data, folder, resume=False, debug=debug)
 
 
 def _is_free(folder: Path) -> bool:
@@ -50,49 +50,49 @@ def _is_free(folder: Path) -> bool:
     return found <= before_the_first_step
 
 
-def continue_run(folder: Path, place: Place, changes: Mapping[str, Any]) -> int:
+def resume_run(folder: Path, context: RunContext, changes: Mapping[str, Any]) -> int:
     """Go on with the run in `folder` where it was stopped, from what the folder says and nothing else."""
     saved = load_run(folder)
     recipe = saved.recipe.with_settings(changes)
-    _run(recipe, Shelf(replace(place, data=place.data or saved.data)), folder, resume=True, debug=saved.debug)
+    _run(recipe, DataCache(replace(context, data=context.data or saved.data)), folder, resume=True, debug=saved.debug)
     return 0
 
 
-def _run(recipe: Recipe, shelf: Shelf, folder: Path, *, resume: bool, debug: bool) -> Mapping[str, Result]:
-    for note in shelf.data_set(recipe).notes:
-        shelf.place.say(f"note: {note}")
-    model, outcome = train(recipe, shelf, folder, resume=resume, debug=debug)
+def _run(recipe: Recipe, data: DataCache, folder: Path, *, resume: bool, debug: bool) -> Mapping[str, Result]:
+    for note in data.data_set(recipe).notes:
+        data.context.say(f"note: {note}")
+    model, outcome = train(recipe, data, folder, resume=resume, debug=debug)
     if outcome.reason == "interrupted":
         raise KeyboardInterrupt
     which: Literal["best", "last"] = "best" if outcome.best else "last"
     if which == "best":
         RunFolder(folder).checkpoint(which).load_into(model)
-    shelf.place.say(f"testing the {which} checkpoint of {folder}")
-    return examine(recipe, shelf, model, folder, debug=debug)
+    data.context.say(f"testing the {which} checkpoint of {folder}")
+    return examine(recipe, data, model, folder, debug=debug)
 
 
-def train(recipe: Recipe, shelf: Shelf, folder: Path, *, resume: bool, debug: bool = False) -> tuple[Embedder, Outcome]:
+def train(recipe: Recipe, data: DataCache, folder: Path, *, resume: bool, debug: bool = False) -> tuple[Embedder, Outcome]:
     """The network of `recipe`, trained; the run's files are in `folder`."""
-    device = shelf.place.device
-    part, validation = shelf.training(recipe)
-    batches = make_batches(recipe, part, shelf.place)
+    device = data.context.device
+    split, validation = data.training(recipe)
+    batches = make_batches(recipe, split, data.context)
     run = RunFolder(folder)
-    processes = shelf.place.processes
+    processes = data.context.processes
     begun = processes.from_first(lambda: resume and run.pointer("last") is not None)
     # a checkpoint has all weights: the file or download that training began with is not needed again
     model = make_model(replace(recipe, weights="none") if begun else recipe, device)
     if recipe.whiten and not begun:
-        for remark in whiten(recipe, model, part, shelf.place):
-            shelf.place.say(f"note: {remark}")
-    evaluators = _evaluators(recipe, shelf, validation)
+        for remark in whiten(recipe, model, split, data.context):
+            data.context.say(f"note: {remark}")
+    evaluators = _evaluators(recipe, data, validation)
     processes.from_first(run.prepare)
     loss = make_loss(recipe)
-    with _saved(recipe, shelf.place, folder, debug=debug):
+    with _saved(recipe, data.context, folder, debug=debug):
         outcome = fit(
             model,
             rg.DistributedRankLoss(loss) if processes.size > 1 else loss,
             batches,
-            train_settings(recipe, shelf.place),
+            train_settings(recipe, data.context),
             run,
             groups=groups_of(recipe, model),
             evaluators=evaluators,
@@ -100,39 +100,39 @@ def train(recipe: Recipe, shelf: Shelf, folder: Path, *, resume: bool, debug: bo
             device=device,
             resume=resume,
             identity=_identity(recipe),
-            description={"recipe": recipe.name, "data": _counts(part, validation)},
+            description={"recipe": recipe.name, "data": _counts(split, validation)},
             processes=processes,
         )
     return model, outcome
 
 
 @contextlib.contextmanager
-def _saved(recipe: Recipe, place: Place, folder: Path, *, debug: bool) -> Iterator[None]:
+def _saved(recipe: Recipe, context: RunContext, folder: Path, *, debug: bool) -> Iterator[None]:
     """Write RUN/recipe.json; settings with which the run is refused leave the file as it was."""
     path = folder / RECIPE_FILE
     before = path.read_bytes() if path.is_file() else None
-    place.processes.from_first(lambda: save_run(recipe, place, folder, debug=debug))
+    context.processes.from_first(lambda: save_run(recipe, context, folder, debug=debug))
     try:
         yield
     except ValueError:
-        if before is not None and place.processes.first:
+        if before is not None and context.processes.first:
             RunFolder(folder).write_json(RECIPE_FILE, json.loads(before))
         raise
 
 
-def train_and_test(
-    recipe: Recipe, shelf: Shelf, folder: Path, *, splits: Sequence[str]
+def train_and_evaluate(
+    recipe: Recipe, data: DataCache, folder: Path, *, splits: Sequence[str]
 ) -> tuple[dict[str, dict[str, float]], float]:
     """Train, or go on training, in `folder`; what the last weights score on `splits`, and the seconds it took.
 
     "validation" is scored by the classes that the recipe sets aside for it.
     """
     began = time.perf_counter()
-    model, outcome = train(recipe, shelf, folder, resume=RunFolder(folder).pointer("last") is not None)
+    model, outcome = train(recipe, data, folder, resume=RunFolder(folder).pointer("last") is not None)
     if outcome.reason == "interrupted":
         raise KeyboardInterrupt
     scores = {split: dict(outcome.metrics[VALIDATION]) for split in splits if split == VALIDATION}
-    tester = Tester(recipe, shelf, model, folder)
+    tester = RetrievalEvaluator(recipe, data, model, folder)
     for split in splits:
         if split != VALIDATION:
             scores[split] = dict(tester.score(split).result or {})
@@ -141,7 +141,7 @@ def train_and_test(
 
 def evaluate_run(
     folder: Path,
-    place: Place,
+    context: RunContext,
     *,
     splits: Sequence[str] | None = None,
     checkpoint: str | None = None,
@@ -149,22 +149,22 @@ def evaluate_run(
 ) -> Mapping[str, Result]:
     """Test a checkpoint of the run in `folder` again."""
     saved = load_run(folder)
-    shelf = Shelf(replace(place, data=place.data or saved.data))
+    data = DataCache(replace(context, data=context.data or saved.data))
     run = RunFolder(folder)
     which: Literal["best", "last"] = (
         "last" if checkpoint == "last" or (checkpoint is None and not run.pointer("best")) else "best"
     )
     found = run.checkpoint(which)
     # all weights come from the checkpoint: the file or download that training began with is not needed
-    model = make_model(replace(saved.recipe, weights="none"), place.device)
+    model = make_model(replace(saved.recipe, weights="none"), context.device)
     found.load_into(model)
-    place.say(f"testing the {which} checkpoint of {folder}, step {found.step:,}")
-    return examine(saved.recipe, shelf, model, folder, splits=splits, protocol=protocol, debug=saved.debug)
+    context.say(f"testing the {which} checkpoint of {folder}, step {found.step:,}")
+    return examine(saved.recipe, data, model, folder, splits=splits, protocol=protocol, debug=saved.debug)
 
 
 def examine(
     recipe: Recipe,
-    shelf: Shelf,
+    data: DataCache,
     model: Embedder,
     folder: Path,
     *,
@@ -173,18 +173,18 @@ def examine(
     debug: bool = False,
 ) -> Mapping[str, Result]:
     """Score the test splits, write RUN/eval and print the comparison with what is published."""
-    known = shelf.tests(recipe)
+    known = data.tests(recipe)
     for split in splits or ():
         if split not in known:
             raise ValueError(f"{recipe.name} cannot be tested on {split!r}: there is {', '.join(known)}")
     results = {}
-    tester = Tester(recipe, shelf, model, folder, announce=True)
+    tester = RetrievalEvaluator(recipe, data, model, folder, announce=True)
     for split in splits or known:
         tested = tester.score(split, protocol=protocol)
-        save(tested, folder, shelf.place.processes, debug=debug)
+        save(tested, folder, data.context.processes, debug=debug)
         if tested.result is not None:
             results[split] = tested.result
-    if shelf.place.processes.first:
+    if data.context.processes.first:
         _print_results(recipe, results, debug=debug)
     return results
 
@@ -197,20 +197,20 @@ def _print_results(recipe: Recipe, results: Mapping[str, Result], *, debug: bool
         print("\ndifference: points of percent. A published number holds for the paper's own data, weights and settings.")
 
 
-def _evaluators(recipe: Recipe, shelf: Shelf, validation: Part | None) -> dict[str, Evaluator]:
+def _evaluators(recipe: Recipe, data: DataCache, validation: Split | None) -> dict[str, Evaluator]:
     """What chooses the best checkpoint while training goes on."""
     if validation is not None:
-        ks = shelf.data_set(recipe).ks
+        ks = data.data_set(recipe).ks
 
         def on_validation(model: nn.Module) -> Mapping[str, float]:
-            embeddings = embeddings_of(recipe, _embedder(model), validation, shelf.place)
-            return dict(score_shares(embeddings, validation.meant, shelf.place, ks=ks) or {})
+            embeddings = embeddings_of(recipe, _embedder(model), validation, data.context)
+            return dict(score_shares(embeddings, validation.selected, data.context, ks=ks) or {})
 
         return {VALIDATION: on_validation}
     if recipe.validation != "test":
         return {}
-    split = next(iter(shelf.tests(recipe)))
-    return {split: lambda model: dict(Tester(recipe, shelf, _embedder(model)).score(split).result or {})}
+    split = next(iter(data.tests(recipe)))
+    return {split: lambda model: dict(RetrievalEvaluator(recipe, data, _embedder(model)).score(split).result or {})}
 
 
 def _embedder(model: nn.Module) -> Embedder:
@@ -218,7 +218,7 @@ def _embedder(model: nn.Module) -> Embedder:
     return model
 
 
-def train_settings(recipe: Recipe, place: Place) -> TrainSettings:
+def train_settings(recipe: Recipe, context: RunContext) -> TrainSettings:
     """The part of `recipe` that the training loop decides by."""
     shared = {field.name for field in fields(TrainSettings)} & set(SETTINGS)
     values = {name: getattr(recipe, name) for name in shared}
@@ -228,9 +228,9 @@ def train_settings(recipe: Recipe, place: Place) -> TrainSettings:
     return TrainSettings(
         **{**values, "patience": patience},
         warmup_epochs=recipe.warmup,
-        parallel=place.parallel,
-        tensorboard=place.tensorboard,
-        wandb=place.wandb,
+        parallel=context.parallel,
+        tensorboard=context.tensorboard,
+        wandb=context.wandb,
     )
 
 
@@ -240,14 +240,14 @@ def _identity(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in recipe.settings().items() if name not in loop and name not in FREE}
 
 
-def _counts(part: Part, validation: Part | None) -> dict[str, dict[str, int]]:
-    parts = {"train": part, **({VALIDATION: validation} if validation else {})}
-    return {name: {"images": len(found.labels), "classes": found.meant.num_classes} for name, found in parts.items()}
+def _counts(split: Split, validation: Split | None) -> dict[str, dict[str, int]]:
+    parts = {"train": split, **({VALIDATION: validation} if validation else {})}
+    return {name: {"images": len(found.labels), "classes": found.selected.num_classes} for name, found in parts.items()}
 
 
-def save_run(recipe: Recipe, place: Place, folder: Path, *, debug: bool) -> None:
+def save_run(recipe: Recipe, context: RunContext, folder: Path, *, debug: bool) -> None:
     """RUN/recipe.json: all that is needed to continue or test the run, and the published numbers."""
-    RunFolder(folder).write_json(RECIPE_FILE, content_of(recipe, place.data, debug=debug))
+    RunFolder(folder).write_json(RECIPE_FILE, content_of(recipe, context.data, debug=debug))
     if debug:
         (folder / DEBUG_FILE).write_text(f"{DEBUG_NOTICE}\n", encoding="utf-8")
 

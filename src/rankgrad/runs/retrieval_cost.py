@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rankgrad.runs.data_cache import Place, Shelf
+from rankgrad.runs.data_cache import DataCache, RunContext
 from rankgrad.runs.pipeline import train_settings
 from rankgrad.runs.recipe import Recipe
 from rankgrad.runs.retrieval_task import make_batches
@@ -17,13 +17,13 @@ from rankgrad.runs.task_models import groups_of, make_model
 ASSUMED_PER_CLASS = 5
 
 
-def plan_recipe(recipe: Recipe, place: Place) -> str:
+def plan_recipe(recipe: Recipe, context: RunContext) -> str:
     """A table of stages, times and memory; with data the batches are real ones and an epoch's time is told too."""
     steps_per_epoch = 0
-    if place.data is not None or recipe.data_set == "glyphs":
-        shelf = Shelf(place)
-        part, _ = shelf.training(recipe)
-        batches = make_batches(recipe, part, place)
+    if context.data is not None or recipe.data_set == "glyphs":
+        data = DataCache(context)
+        split, _ = data.training(recipe)
+        batches = make_batches(recipe, split, context)
         steps_per_epoch = len(batches)
 
         def make_batch() -> tuple[Tensor, Tensor]:
@@ -40,13 +40,13 @@ def plan_recipe(recipe: Recipe, place: Place) -> str:
             return image.expand(recipe.batch_size, -1, -1, -1), labels
 
     # neither do they depend on the weights, so nothing is downloaded
-    model = make_model(replace(recipe, weights="none"), place.device)
+    model = make_model(replace(recipe, weights="none"), context.device)
     found = plan(
         model,
         make_loss(recipe),
         make_batch,
-        train_settings(recipe, place),
-        place.device,
+        train_settings(recipe, context),
+        context.device,
         groups=groups_of(recipe, model),
         steps_per_epoch=steps_per_epoch,
     )

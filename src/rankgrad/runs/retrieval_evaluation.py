@@ -14,7 +14,7 @@ from rankgrad.data.table import Table
 from rankgrad.eval import Result, evaluate_divided, evaluate_table, expected_memory
 from rankgrad.eval.embedding_blocks import Array
 from rankgrad.models import Embedder, embed_multiscale
-from rankgrad.runs.data_cache import WITH_DISTRACTORS, Part, Place, Shelf
+from rankgrad.runs.data_cache import WITH_DISTRACTORS, DataCache, RunContext, Split
 from rankgrad.runs.embedding import embed
 from rankgrad.runs.landmark_images import describe_landmarks
 from rankgrad.runs.recipe import Published, Recipe
@@ -38,7 +38,7 @@ class Tested:
     result: Result | None
 
 
-class AtScales(nn.Module):
+class MultiScale(nn.Module):
     """A network that describes an image at several scales."""
 
     def __init__(self, model: Embedder, scales: Sequence[float]) -> None:
@@ -49,64 +49,64 @@ class AtScales(nn.Module):
         return embed_multiscale(self.model, images, self.scales)
 
 
-def embeddings_of(recipe: Recipe, model: Embedder, part: Part, place: Place) -> Tensor:
+def embeddings_of(recipe: Recipe, model: Embedder, split: Split, context: RunContext) -> Tensor:
     """[N, d] of this process's share of the rows that are meant, in their order, on the CPU."""
-    described = model if recipe.scales == (1.0,) else AtScales(model, recipe.scales)
+    described = model if recipe.scales == (1.0,) else MultiScale(model, recipe.scales)
     rows = None
-    if place.processes.size > 1:
-        rows = (np.arange(len(part.table)) if part.rows is None else part.rows)[place.processes.own(len(part.labels))]
+    if context.processes.size > 1:
+        rows = (np.arange(len(split.table)) if split.rows is None else split.rows)[context.processes.own(len(split.labels))]
     return embed(
         described,
-        ordered_batches(recipe, part, place, rows),
-        device=place.device,
+        ordered_batches(recipe, split, context, rows),
+        device=context.device,
         precision=PRECISIONS[recipe.precision],
-        name=f"embedding {part.table.name}",
-        shown=place.processes.first,
+        name=f"embedding {split.table.name}",
+        shown=context.processes.first,
     )
 
 
-def score_shares(embeddings: Array, table: Table, place: Place, **options: Any) -> Result | None:
+def score_shares(embeddings: Array, table: Table, context: RunContext, **options: Any) -> Result | None:
     """`evaluate_table` of what all processes hold of a table; None on all but the first."""
-    own = place.processes.own(len(table))
+    own = context.processes.own(len(table))
     marks: dict[str, Any] = {
         name: None if (values := getattr(table, name)) is None else values[own]
         for name in ("is_query", "is_gallery", "categories")
     }
-    return evaluate_divided(embeddings, table.labels[own], **marks, device=place.device, **options)
+    return evaluate_divided(embeddings, table.labels[own], **marks, device=context.device, **options)
 
 
-class Tester:
+class RetrievalEvaluator:
     """Tests one network on one split after another; landmark images are described once, whatever lists they are in."""
 
     def __init__(
-        self, recipe: Recipe, shelf: Shelf, model: Embedder, folder: Path | None = None, *, announce: bool = False
+        self, recipe: Recipe, data: DataCache, model: Embedder, folder: Path | None = None, *, announce: bool = False
     ) -> None:
-        self.recipe, self.shelf, self.model, self.folder, self.announce = recipe, shelf, model, folder, announce
+        self.recipe, self.data, self.model, self.folder, self.announce = recipe, data, model, folder, announce
         self._described: dict[tuple[Path, int], NDArray[np.float32]] = {}
 
     def score(self, name: str, *, protocol: str | None = None) -> Tested:
-        """Test on the split called `name` (see `Shelf.tests`), under its data set's protocol or another one."""
-        data_set_name, split = self.shelf.tests(self.recipe)[name]
-        data_set = self.shelf.data_set(self.recipe, data_set_name)
+        """Test on the split called `name` (see `DataCache.tests`), under its data set's protocol or another one."""
+        data_set_name, split = self.data.tests(self.recipe)[name]
+        data_set = self.data.data_set(self.recipe, data_set_name)
         wanted = protocol or data_set.protocols[split]
-        options: dict[str, Any] = {"ks": data_set.ks, "device": self.shelf.place.device}
+        options: dict[str, Any] = {"ks": data_set.ks, "device": self.data.context.device}
         if wanted != "vehicleid-official":
             options["neighbours"] = NEIGHBOURS
-        table = self.shelf.table(self.recipe, split, data_set_name)
-        place = self.shelf.place
+        table = self.data.table(self.recipe, split, data_set_name)
+        context = self.data.context
         if table.ground_truth is None:
-            part = self.shelf.part(self.recipe, split, data_set_name)
-            embeddings = embeddings_of(self.recipe, self.model, part, place).numpy()
-            table = part.table
-            if place.processes.size > 1:
+            opened = self.data.split(self.recipe, split, data_set_name)
+            embeddings = embeddings_of(self.recipe, self.model, opened, context).numpy()
+            table = opened.table
+            if context.processes.size > 1:
                 return Tested(name, table, embeddings, self._of_all(name, table, embeddings, wanted, options))
-        elif not place.processes.first:
+        elif not context.processes.first:
             # one image at a time, of any shape: a few thousand of them, described by the first
             return Tested(name, table, np.empty((0, self.model.dim), np.float32), None)
         else:
             embeddings = self._landmarks(table)
             if name.endswith(WITH_DISTRACTORS):
-                gallery = self.shelf.table(self.recipe, "distractors", data_set_name)
+                gallery = self.data.table(self.recipe, "distractors", data_set_name)
                 out = None if self.folder is None else self.folder / "eval" / name / "distractors.npy"
                 options["distractors"] = self._landmarks(gallery, out)
         return Tested(name, table, embeddings, self._evaluated(name, table, embeddings, wanted, options))
@@ -123,18 +123,18 @@ class Tester:
         self, name: str, table: Table, embeddings: NDArray[np.float32], protocol: str, options: dict[str, Any]
     ) -> Result | None:
         """By all processes where the protocol can be divided, else by the first, which is sent the embeddings."""
-        place = self.shelf.place
+        context = self.data.context
         if protocol in ("all-vs-all", "query-gallery"):
             shared = {key: value for key, value in options.items() if key != "device"}
-            with _Meter(f"evaluating {name}", shown=place.processes.first) as meter:
-                return score_shares(embeddings, table, place, progress=meter, **shared)
-        blocks = list(place.processes.sent_to_first(embeddings))
+            with _Meter(f"evaluating {name}", shown=context.processes.first) as meter:
+                return score_shares(embeddings, table, context, progress=meter, **shared)
+        blocks = list(context.processes.sent_to_first(embeddings))
         return self._evaluated(name, table, np.concatenate(blocks), protocol, options) if blocks else None
 
     def _landmarks(self, table: Table, out: Path | None = None) -> NDArray[np.float32]:
         key = (table.root, hash(table.paths))
         if key not in self._described:
-            recipe, device = self.recipe, self.shelf.place.device
+            recipe, device = self.recipe, self.data.context.device
             self._described[key] = describe_landmarks(
                 self.model, table, size=recipe.size, scales=recipe.scales, device=device, out=out
             )

@@ -12,7 +12,7 @@ from rankgrad.data.image_batches import Batches
 from rankgrad.data.preprocessing import Augment, Crop
 from rankgrad.data.samplers import BatchSampler, CategoryHalf, CategoryHard, ClassBalanced, InOrder, WholeClass
 from rankgrad.data.table import Table
-from rankgrad.runs.data_cache import Part, Place
+from rankgrad.runs.data_cache import RunContext, Split
 from rankgrad.runs.recipe import CATEGORY_SAMPLERS, Recipe
 
 # the batch of RS@k, which is as large as batches have been shown to help
@@ -24,7 +24,7 @@ EMBEDDED_AT_ONCE = 256
 CROPS: Mapping[str, Crop] = {"resized": "resized", "random": "random", "center": "center"}
 
 
-class Within:
+class SubsetSampler:
     """A sampler of some rows of a table, its batches given as rows of the whole."""
 
     def __init__(self, sampler: BatchSampler, rows: NDArray[np.int64]) -> None:
@@ -82,41 +82,43 @@ def largest_batch(recipe: Recipe, table: Table) -> int:
     return min(usable, MOST_IMAGES // recipe.per_class) * recipe.per_class
 
 
-def make_batches(recipe: Recipe, part: Part, place: Place) -> Batches:
+def make_batches(recipe: Recipe, split: Split, context: RunContext) -> Batches:
     """Training batches of `recipe`, on the device unless they would fill it: then chunks go there one by one."""
-    sampler = make_sampler(recipe, part.meant)
+    sampler = make_sampler(recipe, split.selected)
     share = recipe.size / recipe.stored
-    images = recipe.batch_size or largest_batch(recipe, part.meant)
+    images = recipe.batch_size or largest_batch(recipe, split.selected)
     return Batches(
-        part.images,
-        part.table.labels,
-        sampler if part.rows is None else Within(sampler, part.rows),
+        split.images,
+        split.table.labels,
+        sampler if split.rows is None else SubsetSampler(sampler, split.rows),
         Augment(CROPS[recipe.crop], flip=recipe.flip, share=share, scale=(recipe.crop_scale, 1.0)),
         recipe.size,
         recipe.seed,
-        place.device if 3 * images * recipe.size**2 <= MOST_BYTES * place.processes.size else "cpu",
-        place.workers or 0,
-        part=(place.processes.rank, place.processes.size),
+        context.device if 3 * images * recipe.size**2 <= MOST_BYTES * context.processes.size else "cpu",
+        context.workers or 0,
+        part=(context.processes.rank, context.processes.size),
     )
 
 
-def ordered_batches(recipe: Recipe, part: Part, place: Place, rows: NDArray[np.int64] | None = None) -> "Numbered":
-    """The middle of each image, in the order of `rows` of the part's table, by default those that are meant."""
-    rows = part.rows if rows is None else rows
+def ordered_batches(
+    recipe: Recipe, split: Split, context: RunContext, rows: NDArray[np.int64] | None = None
+) -> "RenumberedBatches":
+    """The middle of each image, in the order of `rows` of the split's table, by default those that are meant."""
+    rows = split.rows if rows is None else rows
     at_once = EMBEDDED_AT_ONCE
     if isinstance(recipe.chunk_size, int) and recipe.chunk_size:
         at_once = min(at_once, recipe.chunk_size)
-    sampler = InOrder(len(part.table) if rows is None else len(rows), at_once)
+    sampler = InOrder(len(split.table) if rows is None else len(rows), at_once)
     batches = Batches(
-        part.images,
-        part.table.labels,
-        sampler if rows is None else Within(sampler, rows),
+        split.images,
+        split.table.labels,
+        sampler if rows is None else SubsetSampler(sampler, rows),
         center_crops(recipe),
         recipe.size,
-        device=place.device,
-        workers=place.workers or 0,
+        device=context.device,
+        workers=context.workers or 0,
     )
-    return Numbered(batches)
+    return RenumberedBatches(batches)
 
 
 def center_crops(recipe: Recipe) -> Augment:
@@ -124,7 +126,7 @@ def center_crops(recipe: Recipe) -> Augment:
     return Augment("center", share=recipe.size / recipe.stored)
 
 
-class Numbered:
+class RenumberedBatches:
     """Batches whose images are numbered in the order they come, whichever rows of a table they are."""
 
     def __init__(self, batches: Batches) -> None:

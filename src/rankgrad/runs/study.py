@@ -16,10 +16,10 @@ from typing import Any
 
 from rankgrad.recipes.recall_at_k import SIMIX_KS
 from rankgrad.recipes.starters import OMNIGLOT
-from rankgrad.runs.data_cache import Shelf
+from rankgrad.runs.data_cache import DataCache
 from rankgrad.runs.debug_version import shrunk
 from rankgrad.runs.ledger import Entry, Ledger, as_csv, key_of, markdown, percentages
-from rankgrad.runs.pipeline import train_and_test
+from rankgrad.runs.pipeline import train_and_evaluate
 from rankgrad.runs.recipe import Recipe
 
 METRICS = ("R@1", "R@4", "mAP", "mAP@R")
@@ -123,7 +123,7 @@ def run_study(
     study: Study,
     base: Recipe,
     seeds: Sequence[int],
-    shelf: Shelf,
+    data: DataCache,
     folder: Path,
     *,
     only: str = "",
@@ -132,7 +132,7 @@ def run_study(
 ) -> str:
     """Run the chosen variations of `base`, writing `csv` and a table after every run; returns the table."""
     ledger = Ledger(folder / "ledger.jsonl")
-    images = len(shelf.part(shrunk(base) if debug else base, "train").table)
+    images = len(data.split(shrunk(base) if debug else base, "train").table)
     planned = [(variation, _sized(base, variation, images, debug=debug)) for variation in study.chosen(only)]
     csv = csv or folder / f"{study.name}.csv"
     csv.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def run_study(
     for number, (variation, recipe) in enumerate(planned, start=1):
         rows.append((variation, []))
         for seed in seeds:
-            entry = _finished(variation, replace(recipe, seed=seed), shelf, folder, ledger, f"{number}/{len(planned)}")
+            entry = _finished(variation, replace(recipe, seed=seed), data, folder, ledger, f"{number}/{len(planned)}")
             rows[-1][1].append(entry)
             csv.write_text(as_csv(entry for _, entries in rows for entry in entries), encoding="utf-8")
     text = _table(rows)
@@ -162,14 +162,14 @@ def _sized(base: Recipe, variation: Variation, images: int, *, debug: bool) -> R
     return replace(recipe, lr=recipe.lr * growth, steps=steps, warmup_steps=warmup_steps)
 
 
-def _finished(variation: Variation, recipe: Recipe, shelf: Shelf, folder: Path, ledger: Ledger, number: str) -> Entry:
+def _finished(variation: Variation, recipe: Recipe, data: DataCache, folder: Path, ledger: Ledger, number: str) -> Entry:
     key = key_of(recipe, "test")
     known = ledger.get(key)
     if known:
         # the same settings may stand in several groups
         return replace(known, group=variation.group, label=variation.label, changes=dict(variation.changes))
     print(f"{number} {variation.group}: {variation.label}, seed {recipe.seed}", flush=True)
-    scores, seconds = train_and_test(recipe, shelf, folder / "runs" / key, splits=["test"])
+    scores, seconds = train_and_evaluate(recipe, data, folder / "runs" / key, splits=["test"])
     entry = Entry(key, variation.group, variation.label, dict(variation.changes), recipe.seed, "test", scores["test"], seconds)
     ledger.add(entry)
     return entry

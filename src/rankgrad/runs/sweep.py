@@ -12,9 +12,9 @@ from typing import Any, get_origin
 
 from rankgrad.cli.parser import flag_of
 from rankgrad.recipes.catalogue import shown
-from rankgrad.runs.data_cache import Shelf
+from rankgrad.runs.data_cache import DataCache
 from rankgrad.runs.ledger import Entry, Ledger, as_csv, key_of, markdown, mean_and_deviation, percentages
-from rankgrad.runs.pipeline import train_and_test
+from rankgrad.runs.pipeline import train_and_evaluate
 from rankgrad.runs.recipe import SETTINGS, Recipe, nearest, parse
 from rankgrad.runs.retrieval_evaluation import is_headline
 
@@ -91,7 +91,13 @@ def label_of(changes: Mapping[str, Any]) -> str:
 
 
 def sweep(
-    recipe: Recipe, grid: Mapping[str, Sequence[Any]], seeds: Sequence[int], shelf: Shelf, folder: Path, *, metric: str = "R@1"
+    recipe: Recipe,
+    grid: Mapping[str, Sequence[Any]],
+    seeds: Sequence[int],
+    data: DataCache,
+    folder: Path,
+    *,
+    metric: str = "R@1",
 ) -> Sweep:
     """Run the grid, choose on validation classes by the mean over `seeds`, retrain and test the choice."""
     ledger = Ledger(folder / "ledger.jsonl")
@@ -106,7 +112,7 @@ def sweep(
         entries = tuple(
             entry
             for seed in seeds
-            for entry in _finished(replace(variant, seed=seed), changes, shelf, folder, ledger, group="validation")
+            for entry in _finished(replace(variant, seed=seed), changes, data, folder, ledger, group="validation")
         )
         if metric not in entries[0].metrics:
             raise ValueError(f"--metric must be one of {', '.join(entries[0].metrics)}, got {metric!r}")
@@ -116,7 +122,7 @@ def sweep(
     tested = tuple(
         entry
         for seed in seeds
-        for entry in _finished(replace(final, seed=seed), chosen, shelf, folder, ledger, group="test")
+        for entry in _finished(replace(final, seed=seed), chosen, data, folder, ledger, group="test")
     )  # fmt: skip
     found = Sweep(chosen, tuple(validated), tested, metric)
     _write(found, recipe, folder)
@@ -124,10 +130,10 @@ def sweep(
 
 
 def _finished(
-    recipe: Recipe, changes: Mapping[str, Any], shelf: Shelf, folder: Path, ledger: Ledger, *, group: str
+    recipe: Recipe, changes: Mapping[str, Any], data: DataCache, folder: Path, ledger: Ledger, *, group: str
 ) -> list[Entry]:
     """The run's entries, from the ledger or from running it; a run that was stopped on the way is continued."""
-    splits = ["validation"] if group == "validation" else list(shelf.tests(recipe))
+    splits = ["validation"] if group == "validation" else list(data.tests(recipe))
     known = [ledger.get(key_of(recipe, split)) for split in splits]
     if all(known):
         return [entry for entry in known if entry]
@@ -135,7 +141,7 @@ def _finished(
     print(f"{group}: {label}, seed {recipe.seed}", flush=True)
     name = "-".join([group, *label.replace("/", "_").split(), f"seed={recipe.seed}"])
     name = name if len(name) <= LONGEST_NAME else f"{group}-{key_of(recipe, splits[0])}"
-    scores, seconds = train_and_test(recipe, shelf, folder / "runs" / name, splits=splits)
+    scores, seconds = train_and_evaluate(recipe, data, folder / "runs" / name, splits=splits)
     entries = [
         Entry(key_of(recipe, split), group, label, dict(changes), recipe.seed, split, scores[split], seconds)
         for split in splits

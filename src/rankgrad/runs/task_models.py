@@ -18,7 +18,7 @@ from rankgrad.models import (
     learn_whitening,
     parameter_groups,
 )
-from rankgrad.runs.data_cache import Part, Place
+from rankgrad.runs.data_cache import RunContext, Split
 from rankgrad.runs.recipe import Recipe
 from rankgrad.runs.retrieval_task import ordered_batches
 from rankgrad.train.progress import Progress
@@ -60,22 +60,22 @@ def groups_of(recipe: Recipe, model: Embedder) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def whiten(recipe: Recipe, model: Embedder, part: Part, place: Place) -> list[str]:
+def whiten(recipe: Recipe, model: Embedder, split: Split, context: RunContext) -> list[str]:
     """Set the linear layer to the learned whitening of training images; returns what there is to say about it."""
     # whole classes in random order, because whitening is learned from images that match
-    names, classes = np.unique(part.labels, return_inverse=True)
+    names, classes = np.unique(split.labels, return_inverse=True)
     order = permutation(len(names), bits(recipe.seed, "whitening"))[classes]
     rows = order.argsort(kind="stable")[:WHITENING_IMAGES]
-    if part.rows is not None:
-        rows = part.rows[rows]
-    batches = ordered_batches(recipe, part, place, rows)
+    if split.rows is not None:
+        rows = split.rows[rows]
+    batches = ordered_batches(recipe, split, context, rows)
     model.eval()
     pooled = []
     with Progress(len(batches), "whitening", unit="batches") as progress:
         for _, _, images, _ in batches.iterate(0):
-            pooled.append(model.pooled(images.to(place.device)).float())
+            pooled.append(model.pooled(images.to(context.device)).float())
             progress.advance()
-    labels = torch.from_numpy(part.table.labels[rows]).to(place.device)
+    labels = torch.from_numpy(split.table.labels[rows]).to(context.device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         learned = learn_whitening(torch.cat(pooled), labels)

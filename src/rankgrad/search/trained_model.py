@@ -16,12 +16,12 @@ from rankgrad.data.image_files import Decoder, UnreadableImageError, in_order
 from rankgrad.data.image_store import Images, bytes_needed
 from rankgrad.data.table import Table
 from rankgrad.models import Embedder, embed_multiscale
-from rankgrad.runs.data_cache import Part, Place
+from rankgrad.runs.data_cache import RunContext, Split
 from rankgrad.runs.embedding import embed
 from rankgrad.runs.landmark_images import landmark
 from rankgrad.runs.pipeline import load_run
 from rankgrad.runs.recipe import Recipe
-from rankgrad.runs.retrieval_evaluation import PRECISIONS, AtScales
+from rankgrad.runs.retrieval_evaluation import PRECISIONS, MultiScale
 from rankgrad.runs.retrieval_task import EMBEDDED_AT_ONCE, ordered_batches
 from rankgrad.runs.task_models import make_model
 from rankgrad.train.checkpoints import MANIFEST, WEIGHTS, RunFolder
@@ -59,7 +59,7 @@ class Network:
     @property
     def described(self) -> nn.Module:
         """From pixels to embeddings, at all scales of the recipe."""
-        return self.model if self.recipe.scales == (1.0,) else AtScales(self.model, self.recipe.scales).eval()
+        return self.model if self.recipe.scales == (1.0,) else MultiScale(self.model, self.recipe.scales).eval()
 
     def embed_table(
         self, table: Table, workers: int | None = None
@@ -104,7 +104,7 @@ class Network:
             return torch.cat([embed_multiscale(self.model, part, self.recipe.scales) for part in parts]).float().cpu().numpy()
         # of the table only its length is asked
         table = Table("batch", Path(), ("image",) * len(planes), np.full(len(planes), -1))
-        batches = ordered_batches(self.recipe, Part(_images(planes), table), Place(None, self.device))
+        batches = ordered_batches(self.recipe, Split(_images(planes), table), RunContext(None, self.device))
         precision = PRECISIONS[self.recipe.precision]
         found: Tensor = embed(self.described, batches, device=self.device, precision=precision, shown=False)
         return found.numpy()

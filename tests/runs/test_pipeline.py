@@ -20,13 +20,13 @@ from rankgrad.data.table import GroundTruth, Table
 from rankgrad.eval import evaluate
 from rankgrad.models import BatchNorm, Pixels, Pool
 from rankgrad.recipes.catalogue import find
-from rankgrad.runs.data_cache import Place, Shelf, limited
+from rankgrad.runs.data_cache import DataCache, RunContext, limited
 from rankgrad.runs.debug_version import shrunk
 from rankgrad.runs.landmark_images import landmark
 from rankgrad.runs.pipeline import load_run, start_run, train_settings
 from rankgrad.runs.recipe import SETTINGS, Published, Recipe
 from rankgrad.runs.retrieval_evaluation import comparison, embeddings_of
-from rankgrad.runs.retrieval_task import Within, largest_batch, make_batches, make_sampler
+from rankgrad.runs.retrieval_task import SubsetSampler, largest_batch, make_batches, make_sampler
 from rankgrad.runs.task_losses import make_loss
 from rankgrad.train.settings import AUTOCAST, OPTIMIZERS, SCHEDULES
 
@@ -160,12 +160,12 @@ def test_a_choice_on_the_test_classes_is_labelled(tree, tmp_path):
 
 def test_validation_classes_are_not_trained_on(tree):
     recipe = replace(shrunk(find("cub-recall-at-k")), validation="half")
-    shelf = Shelf(Place(tree("cub"), CPU))
-    part, validation = shelf.training(recipe)
+    data = DataCache(RunContext(tree("cub"), CPU))
+    part, validation = data.training(recipe)
     assert not set(part.labels) & set(validation.labels)
     assert set(part.labels) | set(validation.labels) == set(part.table.labels)
     assert part.images is validation.images, "images are decoded once"
-    batches = make_batches(recipe, part, shelf.place)
+    batches = make_batches(recipe, part, data.context)
     seen = {int(label) for epoch in range(3) for batch in _epoch(batches, epoch) for label in batch.labels}
     assert seen
     assert seen <= set(part.labels)
@@ -175,20 +175,20 @@ def test_rows_of_a_part_are_embedded_as_rows_of_the_whole(tree):
     from rankgrad.runs.task_models import make_model
 
     recipe = replace(shrunk(find("cub-recall-at-k")), validation="half")
-    shelf = Shelf(Place(tree("cub"), CPU))
+    data = DataCache(RunContext(tree("cub"), CPU))
     model = make_model(recipe, CPU)
-    _, validation = shelf.training(recipe)
-    whole = embeddings_of(recipe, model, replace(validation, rows=None), shelf.place)
-    part = embeddings_of(recipe, model, validation, shelf.place)
+    _, validation = data.training(recipe)
+    whole = embeddings_of(recipe, model, replace(validation, rows=None), data.context)
+    part = embeddings_of(recipe, model, validation, data.context)
     assert validation.rows.min() > 0
     torch.testing.assert_close(part, whole[validation.rows])
-    assert validation.meant.paths == tuple(validation.table.paths[row] for row in validation.rows)
+    assert validation.selected.paths == tuple(validation.table.paths[row] for row in validation.rows)
 
 
 def test_a_sampler_within_rows():
     inner = make_sampler(Recipe(name="x", batch_size=4, per_class=2), table([0, 0, 1, 1, 2, 2]))
     rows = np.array([7, 9, 3, 5, 11, 1])
-    outer = Within(inner, rows)
+    outer = SubsetSampler(inner, rows)
     outer.set_epoch(2)
     assert list(outer) == [rows[batch].tolist() for batch in inner]
     assert len(outer) == len(inner)
@@ -218,7 +218,7 @@ def test_the_best_validation_checkpoint_is_tested(tree, tmp_path, monkeypatch, c
     scores = iter([0.9, 0.1])
     monkeypatch.setattr(pipeline, "_evaluators", lambda *_: {"validation": lambda model: {"R@1": next(scores)}})
     recipe = replace(shrunk(find("cub-recall-at-k")), validation="half")
-    start_run(recipe, Shelf(Place(tree("cub"), CPU)), tmp_path / "run")
+    start_run(recipe, DataCache(RunContext(tree("cub"), CPU)), tmp_path / "run")
     best = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
     assert (best["epoch"], best["metrics"]["R@1"]) == (1, 0.9)
     assert "testing the best checkpoint" in capsys.readouterr().out
@@ -231,12 +231,12 @@ def test_the_best_validation_checkpoint_is_tested(tree, tmp_path, monkeypatch, c
 
 def test_settings_reach_the_loop():
     recipe = find("sop-recall-at-k")
-    settings = train_settings(recipe, Place(None, CPU))
+    settings = train_settings(recipe, RunContext(None, CPU))
     assert (settings.epochs, settings.steps, settings.milestones, settings.chunk_size) == (55, 0, (25, 50), 200)
-    landmarks = train_settings(find("gldv1-recall-at-k"), Place(None, CPU))
+    landmarks = train_settings(find("gldv1-recall-at-k"), RunContext(None, CPU))
     assert (landmarks.epochs, landmarks.steps, landmarks.schedule) == (0, 500, "exponential")
-    assert train_settings(replace(recipe, patience=3), Place(None, CPU)).patience == 0, "nothing to be patient with"
-    assert train_settings(replace(recipe, patience=3, validation="half"), Place(None, CPU)).patience == 3
+    assert train_settings(replace(recipe, patience=3), RunContext(None, CPU)).patience == 0, "nothing to be patient with"
+    assert train_settings(replace(recipe, patience=3, validation="half"), RunContext(None, CPU)).patience == 3
 
 
 @pytest.mark.parametrize(
@@ -372,10 +372,10 @@ def test_whitening_sets_the_first_linear_layer(tree):
     from rankgrad.runs.task_models import make_model, whiten
 
     recipe = replace(shrunk(find("gldv1-recall-at-k")), test_on=())
-    shelf = Shelf(Place(tree("gldv1"), CPU))
+    data = DataCache(RunContext(tree("gldv1"), CPU))
     model = make_model(recipe, CPU)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    remarks = whiten(recipe, model, shelf.part(recipe, "train"), shelf.place)
+    remarks = whiten(recipe, model, data.part(recipe, "train"), data.context)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"head.linear.weight", "head.linear.bias"}
     assert len(remarks) == 1
@@ -388,8 +388,8 @@ def test_the_direction_that_layer_norm_takes_away_is_not_remarked_on():
     from rankgrad.runs.task_models import make_model, whiten
 
     recipe = find("glyphs-recall-at-k")
-    shelf = Shelf(Place(None, CPU))
-    assert whiten(recipe, make_model(recipe, CPU), shelf.part(recipe, "train"), shelf.place) == []
+    data = DataCache(RunContext(None, CPU))
+    assert whiten(recipe, make_model(recipe, CPU), data.part(recipe, "train"), data.context) == []
 
 
 def test_the_plan_needs_no_data(capsys):

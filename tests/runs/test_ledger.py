@@ -14,7 +14,7 @@ from rankgrad import cli
 from rankgrad.cli.train_commands import parse_seeds
 from rankgrad.recipes.catalogue import find
 from rankgrad.runs import study, sweep
-from rankgrad.runs.data_cache import Place, Shelf
+from rankgrad.runs.data_cache import DataCache, RunContext
 from rankgrad.runs.ledger import Entry, Ledger, as_csv, markdown, mean_and_deviation, percentages
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class FakeTraining:
         self.runs: list[tuple[str, float, int, str]] = []
         self.fail_at = fail_at
 
-    def __call__(self, recipe, shelf, folder, *, splits):
+    def __call__(self, recipe, data, folder, *, splits):
         if len(self.runs) == self.fail_at:
             raise RuntimeError("the power went out")
         self.runs.append((recipe.validation, recipe.lr, recipe.seed, ",".join(splits)))
@@ -41,14 +41,14 @@ class FakeTraining:
         return {split: {"R@1": value, "mAP": value / 2} for split in splits}, 1.5
 
 
-class FakeShelf:
+class FakeDataCache:
     def tests(self, recipe):
         return {"test": ("omniglot", "test")}
 
 
 def run_sweep(folder: Path, training, monkeypatch, **options):
-    monkeypatch.setattr(sweep, "train_and_test", training)
-    return sweep.sweep(RECIPE, {"lr": (0.1, 0.2, 0.3)}, (0, 1), FakeShelf(), folder, **options)
+    monkeypatch.setattr(sweep, "train_and_evaluate", training)
+    return sweep.sweep(RECIPE, {"lr": (0.1, 0.2, 0.3)}, (0, 1), FakeDataCache(), folder, **options)
 
 
 def test_validation_classes_choose_and_the_choice_is_tested_once(tmp_path, monkeypatch):
@@ -101,9 +101,9 @@ def test_a_crashed_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
 
 def test_a_wrong_combination_is_found_before_anything_runs(tmp_path, monkeypatch):
     training = FakeTraining()
-    monkeypatch.setattr(sweep, "train_and_test", training)
+    monkeypatch.setattr(sweep, "train_and_evaluate", training)
     with pytest.raises(ValueError, match="batch_size must be a multiple of per_class"):
-        sweep.sweep(RECIPE, {"batch_size": (960, 961)}, (0,), FakeShelf(), tmp_path)
+        sweep.sweep(RECIPE, {"batch_size": (960, 961)}, (0,), FakeDataCache(), tmp_path)
     assert training.runs == []
 
 
@@ -187,15 +187,15 @@ def test_every_line_of_a_study_is_a_recipe_that_sees_as_many_images(chosen):
 def test_the_same_settings_in_two_groups_run_once(tree, tmp_path, monkeypatch, capsys):
     ran = []
 
-    def training(recipe, shelf, folder, *, splits):
+    def training(recipe, data, folder, *, splits):
         ran.append(recipe)
         return {"test": dict.fromkeys(study.METRICS, 0.5 + 0.001 * recipe.bins + 0.0001 * recipe.seed)}, 2.0
 
-    monkeypatch.setattr(study, "train_and_test", training)
+    monkeypatch.setattr(study, "train_and_evaluate", training)
     chosen = study.STUDIES["omniglot"]
-    shelf = Shelf(Place(tree("omniglot"), CPU))
+    data = DataCache(RunContext(tree("omniglot"), CPU))
     base = replace(chosen.base, partial=True, batch_size=12)
-    table = study.run_study(chosen, base, (0, 1), shelf, tmp_path, only="FastAPLoss")
+    table = study.run_study(chosen, base, (0, 1), data, tmp_path, only="FastAPLoss")
     labels = [v.label for v in chosen.chosen("FastAPLoss")]
     # FastAP with 10 bins stands in three groups
     assert len(ran) == 2 * (len(labels) - 2)
