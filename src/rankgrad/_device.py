@@ -1,6 +1,41 @@
-"""What a failed capture of a CUDA graph leaves behind, wherever graphs are captured."""
+"""What a device has left, and what a failed capture of a CUDA graph leaves behind."""
+
+from pathlib import Path
 
 import torch
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes(device: torch.device | str = "cpu") -> int | None:
+    """Bytes that this process can still allocate on `device`; None where the system does not tell.
+
+    On a GPU that includes what torch's allocator holds unused, on a CPU the limit of the container counts, too.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    limits = [left for left in (_available_on_machine(), _available_in_container()) if left is not None]
+    return min(limits, default=None)
+
+
+def _available_on_machine() -> int | None:
+    try:
+        lines = MEMINFO.read_text(encoding="ascii").splitlines()
+        return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _available_in_container() -> int | None:
+    """A container is killed at its own limit, whatever the machine still has."""
+    try:
+        limit, used = ((CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        return max(int(limit) - int(used), 0) if limit != "max" else None
+    except (OSError, ValueError):
+        return None
 
 
 def forget_failed_capture(device: torch.device) -> None:

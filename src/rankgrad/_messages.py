@@ -1,0 +1,137 @@
+"""Text for people: tables, sizes, durations, lists cut short, and names that were meant."""
+
+import difflib
+import re
+import unicodedata
+from collections.abc import Collection, Sequence
+
+FIRST = 10
+_NUMBER = re.compile(r"[-+±~<>]?\s?\d[\d,.:]*(e[-+]?\d+)?( ?[%A-Za-zµ/]+)?( ± [\d,.]+)?|-|nan")
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped, so that a file or class name cannot drive the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align: str | None = None, indent: str = "") -> str:
+    """Aligned columns under their names, two spaces apart.
+
+    Args:
+        header: names of the columns.
+        rows: cells; control characters in them are escaped.
+        align: "l" or "r" for each column. By default a column of numbers is aligned to the right, with or without a unit.
+        indent: put before each line.
+    """
+    lines = _aligned(header, rows, align)
+    return "\n".join(f"{indent}{'  '.join(line).rstrip()}" for line in lines)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align: str | None = None) -> str:
+    """The same as a Markdown table, whose source is aligned, too."""
+    header, rows = [_escape(cell) for cell in header], [[_escape(cell) for cell in row] for row in rows]
+    sides = align or _sides(header, rows)
+    names, *body = _aligned(header, rows, sides)
+    rule = [f"{'-' * (len(name) - 1)}{'-' if side == 'l' else ':'}" for name, side in zip(names, sides, strict=True)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (names, rule, *body))
+
+
+def drop_empty_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows without the columns that are "" or "-" in every row."""
+    kept = [i for i in range(len(header)) if any(row[i] not in ("", "-") for row in rows)]
+    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def did_you_mean(name: str, known: Collection[str], *, otherwise: str | None = None, most: int = 1, cutoff: float = 0.6) -> str:
+    """The end of a sentence about an unknown name: `did you mean 'sop'?`, or what there is to choose from.
+
+    Args:
+        name: what was given.
+        known: what would have been right.
+        otherwise: said when nothing is similar, in place of the list of all names.
+        most: names to propose.
+        cutoff: similarity from 0 to 1 that a proposal needs.
+    """
+    near = difflib.get_close_matches(name, list(known), n=most, cutoff=cutoff)
+    if near:
+        # a flag is typed as it stands
+        return f"did you mean {', '.join(each if each.startswith('-') else repr(each) for each in near)}?"
+    return f"choose one of {', '.join(known)}" if otherwise is None else otherwise
+
+
+def shorten(value: object, width: int = 80) -> str:
+    """A value as Python writes it, on one line and cut to `width` characters."""
+    text = repr(value)
+    return printable(text if len(text) <= width else f"{text[: width - 3]}...")
+
+
+def first_ten(entries: Sequence[str]) -> str:
+    """The first ten entries, one a line, and how many more there are."""
+    lines = [f"  {printable(entry)}" for entry in entries[:FIRST]]
+    if len(entries) > FIRST:
+        lines.append(f"  and {len(entries) - FIRST:,} more")
+    return "\n".join(lines)
+
+
+def plural(count: int, noun: str, nouns: str | None = None) -> str:
+    """`1 image`, `2,000 images`."""
+    return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"
+
+
+def format_bytes(count: float) -> str:
+    """`512 B`, `1.5 MiB`, `80.0 GiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """`3.2 ms`, `4.1 s`, `48 s`, `12 min 3 s`, `5 h 20 min`."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.1f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
+
+
+def format_clock(seconds: float) -> str:
+    """`0:48`, `12:03`, `5:20:00`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str | None) -> list[list[str]]:
+    sides = align or _sides(header, rows)
+    cells = [[printable(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
+    return [[_pad(cell, width, side) for cell, width, side in zip(row, widths, sides, strict=True)] for row in cells]
+
+
+def _sides(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    columns = [[row[i] for row in rows if row[i]] for i in range(len(header))]
+    return "".join("r" if column and all(map(_NUMBER.fullmatch, column)) else "l" for column in columns)
+
+
+def _pad(cell: str, width: int, side: str) -> str:
+    space = " " * (width - _width(cell))
+    return f"{cell}{space}" if side == "l" else f"{space}{cell}"
+
+
+def _width(text: str) -> int:
+    """Columns on a terminal: East Asian characters take two, combining marks none."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("|", "\\|")
