@@ -14,7 +14,7 @@ from rankgrad.data.image_batches import Batches
 from rankgrad.data.image_store import Images
 from rankgrad.data.preprocessing import Augment
 from rankgrad.data.samplers import InOrder
-from rankgrad.eval import evaluate, evaluate_divided
+from rankgrad.eval import evaluate, evaluate_sharded
 from rankgrad.ops import sources
 from rankgrad.train.checkpoints import RunFolder
 from rankgrad.train.loop import fit
@@ -107,7 +107,7 @@ def test_without_a_group_a_process_is_alone():
         assert processes.gather(3) == [3]
         assert processes.largest(-2) == -2
     embeddings, labels = torch.randn(20, 4), torch.arange(20) // 4
-    assert dict(evaluate_divided(embeddings, labels, ks=(1,))) == dict(evaluate(embeddings, labels, ks=(1,)))
+    assert dict(evaluate_sharded(embeddings, labels, ks=(1,))) == dict(evaluate(embeddings, labels, ks=(1,)))
 
 
 def test_several_processes_want_a_loss_that_gathers(tmp_path):

@@ -25,7 +25,7 @@ from train.tiny_loop import network as small
 
 import rankgrad as rg
 from rankgrad.data.seeds import generator
-from rankgrad.eval import evaluate_divided, evaluate_table
+from rankgrad.eval import evaluate_sharded, evaluate_table
 from rankgrad.recipes.catalogue import find
 from rankgrad.runs.data_cache import RunContext
 from rankgrad.runs.debug_version import shrunk
@@ -190,7 +190,7 @@ def evaluations(processes: Processes) -> dict[str, Any]:
             else:
                 own = shares(len(embeddings), processes)
                 given = {key: marks[key][own] for key in used}
-                result = evaluate_divided(embeddings[own], **given, ks=(1, 5), neighbours=4, memory_limit=limit)
+                result = evaluate_sharded(embeddings[own], **given, ks=(1, 5), neighbours=4, memory_limit=limit)
             if result is not None:
                 found[f"{name}, {limit}"] = {
                     "metrics": dict(result),

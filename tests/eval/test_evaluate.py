@@ -343,5 +343,5 @@ def test_what_is_refused(change, error, match):
 
 def test_kernels_on_a_gallery_on_disk_are_refused(tmp_path):
     on_disk = np.memmap(tmp_path / "gallery", dtype=np.float32, mode="w+", shape=(6, 2))
-    with pytest.raises(ValueError, match="wants embeddings in memory, got a memmap"):
+    with pytest.raises(ValueError, match="needs embeddings in memory, got a memmap"):
         evaluate(torch.randn(6, 2), [0] * 6, on_disk, [0] * 6, backend="triton")

@@ -22,7 +22,7 @@ from torchmetrics.functional.retrieval import (
 
 from rankgrad.eval import evaluate
 from rankgrad.eval import metrics as ours
-from rankgrad.eval.metrics import COLUMN_OF, DEFINITIONS, Ranked, metric_columns, per_query, trapezoid_average_precision
+from rankgrad.eval.metrics import COLUMN_OF, DEFINITIONS, PositiveRanks, metric_columns, per_query, trapezoid_average_precision
 
 KS = (1, 3, 10)
 
@@ -37,7 +37,7 @@ def ranked(hits):
         places = line.nonzero().flatten()
         ahead[row, : len(places)] = places - torch.arange(len(places))
         valid[row, : len(places)] = True
-    return Ranked.of(ahead.flip(1), valid.flip(1))  # in any order
+    return PositiveRanks.from_counts(ahead.flip(1), valid.flip(1))  # in any order
 
 
 def test_the_two_average_precisions_of_one_list():

@@ -37,7 +37,7 @@ def test_a_gallery_on_disk_in_blocks_equals_one_in_memory(tmp_path, monkeypatch)
     gallery, _ = exact_batch(9000, dim=8, most=1, seed=2)
     whole = neighbours(queries, gallery, 30)
     monkeypatch.setattr("rankgrad.eval.embedding_blocks.BLOCK_NUMBERS", 8)
-    monkeypatch.setattr("rankgrad.eval.nearest.SEARCHED_TILES", 2)
+    monkeypatch.setattr("rankgrad.eval.nearest.TOPK_TILES", 2)
     on_disk = np.memmap(tmp_path / "gallery", dtype=np.float32, mode="w+", shape=tuple(gallery.shape))
     on_disk[:] = gallery.numpy()
     told = []

@@ -150,7 +150,7 @@ def test_distractors_on_disk_lengthen_the_list(tmp_path, monkeypatch):
         ({"protocol": "all-vs-all"}, "protocol must be one of 'roxford', 'roxford-easy'"),
         ({"easy": [[0]]}, "easy must be one list per query, 9, got 1"),
         ({"junk": [[80]] * 9}, "junk of query 0 must be rows of a database of 80, got 80 to 80"),
-        ({"easy": [[1, 2]] * 9, "hard": [[2]] * 9, "junk": [[]] * 9}, "query 0 has an image twice in its lists"),
+        ({"easy": [[1, 2]] * 9, "hard": [[2]] * 9, "junk": [[]] * 9}, "query 0 lists an image twice"),
         ({"easy": [[]] * 9, "hard": [[]] * 9}, "no query has an easy or a hard image"),
         ({"easy": [[]] * 9, "protocol": "roxford-easy"}, "no query has a relevant image in the setting easy"),
         ({"distractors": torch.ones(4, 2)}, "database and distractors must have 3 dimensions like the others, got 2"),
@@ -230,5 +230,5 @@ def test_what_a_table_is_refused_for():
     with pytest.raises(ValueError, match="embeddings must be one per row of the table, 4, got 3"):
         evaluate_table(torch.randn(3, 2), SimpleNamespace(labels=np.zeros(4, int)))
     table = SimpleNamespace(labels=np.zeros(4, int), is_query=np.zeros(4, bool), is_gallery=np.ones(4, bool))
-    with pytest.raises(ValueError, match="queries and a gallery are wanted, the table marks 0 and 4 rows"):
+    with pytest.raises(ValueError, match="the table must mark queries and gallery rows, got 0 and 4"):
         evaluate_table(torch.randn(4, 2), table)

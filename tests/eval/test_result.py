@@ -9,7 +9,7 @@ import torch
 from eval.listwise_metrics import exact_batch
 
 from rankgrad.eval import evaluate, revisited
-from rankgrad.eval.bootstrap import bootstrap_intervals
+from rankgrad.eval.result import bootstrap_intervals
 
 
 @pytest.fixture

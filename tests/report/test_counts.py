@@ -6,15 +6,14 @@ from report.html_tree import parsed
 from report.run_folders import make_data, write_run
 
 from rankgrad.report.charts import LINE, Bar, Dot, Series, bars, histogram, line, scatter
-from rankgrad.report.comparison import column_of, differences, exchange
+from rankgrad.report.comparison import column_of, differences, wins_and_losses
 from rankgrad.report.examples import confusions
 from rankgrad.report.learning_curves import thinned
 from rankgrad.report.markup import MINUS, NOTHING, number, shortened, signed
 from rankgrad.report.rank_statistics import bin_names, cut_offs, positives, share_found
 from rankgrad.report.retrieval_sections import in_the_plane
 from rankgrad.report.run_reader import read_runs
-from rankgrad.report.scales import Scale, log_ticks, round_ticks, span
-from rankgrad.report.svg import BOTTOM, HEIGHT, TOP, WIDTH
+from rankgrad.report.svg import BOTTOM, HEIGHT, TOP, WIDTH, Scale, log_ticks, round_ticks, span
 
 DASH = "\N{EN DASH}"
 
@@ -99,9 +98,9 @@ def test_differences_are_paired(tested):
     assert {(each.low, each.high) for each in differences(first, first, list(first.metrics)).values()} == {(0.0, 0.0)}
 
 
-def test_exchange_is_antisymmetric(tested):
+def test_wins_and_losses_are_antisymmetric(tested):
     _, first, other = tested
-    there, back = exchange(first, other), exchange(other, first)
+    there, back = wins_and_losses(first, other), wins_and_losses(other, first)
     assert set(there.won.tolist()) == set(back.lost.tolist())
     assert set(there.lost.tolist()) == set(back.won.tolist())
     assert (there.won_first, there.lost_first) == (back.lost_first, back.won_first)

@@ -1,4 +1,4 @@
-"""The papers' pictures: that their numbers show what their titles say, and that the slides are fit to be shown."""
+"""The papers' pictures: that their numbers show what their titles annotate, and that the slides are fit to be shown."""
 
 import itertools
 import json
@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from rankgrad.cli import figure_commands
-from rankgrad.report.figures import batch_bias, bins, embeddings, landscape, margin, style, surrogate
+from rankgrad.report import figures
+from rankgrad.report.figures import batch_bias, bins, landscape, margin, style, surrogate
 
-LOOKS = {"light": style.LIGHT, "dark": style.DARK}
+THEMES = {"light": style.LIGHT, "dark": style.DARK}
 
 
 def gaussian_classes(classes: int, per_class: int, *, noise: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,11 +245,11 @@ def test_components_are_whitened_axes_of_the_training_drawings(monkeypatch):
         images = rng.integers(0, 255, (160, 16, 16), dtype=np.uint8)
         return Glyphs(images, np.repeat(np.arange(20), 8), np.zeros(160, np.int64), tuple(map(str, range(20))), ("all",))
 
-    monkeypatch.setattr(embeddings, "load_glyphs", few)
-    (seen, seen_labels), (unseen, _) = embeddings.glyph_components.__wrapped__()
-    assert seen.shape == unseen.shape == (160, embeddings.COMPONENTS)
+    monkeypatch.setattr(figures, "load_glyphs", few)
+    (seen, seen_labels), (unseen, _) = figures.glyph_components.__wrapped__()
+    assert seen.shape == unseen.shape == (160, figures.COMPONENTS)
     assert seen_labels.tolist() == few("train").labels.tolist()
-    torch.testing.assert_close(seen.t() @ seen / len(seen), torch.eye(embeddings.COMPONENTS), atol=1e-3, rtol=0)
+    torch.testing.assert_close(seen.t() @ seen / len(seen), torch.eye(figures.COMPONENTS), atol=1e-3, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -287,10 +288,10 @@ def texts(figure: Figure) -> list[Text]:
     return [text for text in found if text.get_visible() and text.get_text().strip()]
 
 
-@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
 @pytest.mark.parametrize("name", figure_commands.PICTURES)
-def test_texts_are_large_stay_on_the_slide_and_do_not_touch(name, look, numbers):
-    figure = figure_commands.PICTURES[name].draw(numbers[name], look)
+def test_texts_are_large_stay_on_the_slide_and_do_not_touch(name, theme, numbers):
+    figure = figure_commands.PICTURES[name].draw(numbers[name], theme)
     seen = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
     assert len(seen) > 10
     assert min(text.get_fontsize() for text in texts(figure)) >= 11
@@ -310,14 +311,14 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_colours_are_seen_on_their_background_and_shades_grow(look):
+@pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
+def test_colours_are_seen_on_their_background_and_shades_grow(theme):
     # 3 : 1 is what WCAG 2.2 asks of large text and graphics, 4.5 : 1 of small text
-    for colour in (look.relevant, look.irrelevant, look.other, *look.shades):
-        assert contrast(colour, look.background) > 2.8, colour
-    for colour in (look.ink, look.muted):
-        assert contrast(colour, look.background) > 4.5, colour
-    against = [contrast(shade, look.background) for shade in look.shades]
+    for colour in (theme.relevant, theme.irrelevant, theme.other, *theme.shades):
+        assert contrast(colour, theme.background) > 2.8, colour
+    for colour in (theme.ink, theme.muted):
+        assert contrast(colour, theme.background) > 4.5, colour
+    against = [contrast(shade, theme.background) for shade in theme.shades]
     assert against[1] > 1.5 * against[0]
     assert against[2] > 1.5 * against[1]
 

@@ -17,7 +17,7 @@ from rankgrad.cli.show_commands import main
 from rankgrad.report.markup import MINUS
 from rankgrad.report.page import page
 from rankgrad.report.run_reader import read_runs
-from rankgrad.report.thumbnails import Pictures
+from rankgrad.report.thumbnails import Thumbnails
 
 HOSTILE = '<script>alert("1")</script>'
 SECTIONS = [
@@ -210,7 +210,7 @@ def test_hostile_text_stays_text(tmp_path):
 
 
 def test_pictures_stay_within_their_size(run):
-    pictures = Pictures(most_bytes=30_000)
+    pictures = Thumbnails(most_bytes=30_000)
     tree = parsed(page(read_runs([run]), pictures=pictures))
     sizes = [len((node.attributes["src"] or "").partition(",")[2]) for node in tree.all("img")]
     assert 0 < sum(sizes) <= 30_000
@@ -263,7 +263,7 @@ def test_several_runs_stand_side_by_side(both, run, other):
     assert "62.7 (FastAP, Table 1)" in rows[0][3]
     settings = rows_of(section(both, "settings").all("table")[0])
     assert settings[1:] == [["loss", "fastap", "smooth-ap"], ["lr", "0.001", "0.0003"]]
-    assert [node.attributes["id"] for node in both.all("section")] == [*SECTIONS[:5], "exchange", *SECTIONS[5:]]
+    assert [node.attributes["id"] for node in both.all("section")] == [*SECTIONS[:5], "wins", *SECTIONS[5:]]
 
 
 def test_curves_of_several_runs_are_named_at_their_ends(both):
@@ -275,12 +275,12 @@ def test_curves_of_several_runs_are_named_at_their_ends(both):
 
 def test_won_and_lost_queries_are_counted(both, run, other):
     before, after = (np.load(folder / "eval/test/queries.npz")["first_rank"] for folder in (run, other))
-    text = section(both, "exchange").text()
+    text = section(both, "wins").text()
     assert f"earlier for {(after < before).sum()} quer" in text
     assert f"later for {(after > before).sum()} of {len(before)}" in text
     assert f"{((before > 1) & (after == 1)).sum()} that had a wrong first answer" in text
     assert f"{((before == 1) & (after > 1)).sum()} the other way round" in text
-    first = section(both, "exchange").all("div", "found")[0].text()
+    first = section(both, "wins").all("div", "found")[0].text()
     furthest = int(np.argmax(np.log(before) - np.log(after)))
     assert f"rank {before[furthest]:.0f} → {after[furthest]:.0f}" in first
 
@@ -290,7 +290,7 @@ def test_runs_on_other_queries_have_no_paired_interval(run, tmp_path):
     tree = parsed(page(read_runs([run, alien])))
     assert "did not answer the same queries" in section(tree, "numbers").text()
     assert "[" not in rows_of(section(tree, "numbers").all("table")[0])[1][2]
-    assert "not tested on the same queries" in section(tree, "exchange").text()
+    assert "not tested on the same queries" in section(tree, "wins").text()
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "nonsense"])
@@ -315,12 +315,12 @@ def test_what_is_missing_or_damaged_is_said(run, other, tmp_path, name, damage):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
     else:
         path.write_bytes(b"\xff\xfe[1, 2")
-    tree = parsed(page(read_runs([folder]), pictures=Pictures(wanted=False)))
+    tree = parsed(page(read_runs([folder]), pictures=Thumbnails(wanted=False)))
     assert {node.attributes["id"] for node in tree.all("section")} >= set(SECTIONS)
     # a cut table or a journal may still hold whole lines, and a run without a best checkpoint is a whole run
     if damage == "nonsense" or name not in ("checkpoints/best.json", "eval/test/table.csv", "journal.jsonl"):
         assert Path(name).name in section(tree, "missing").text()
-    parsed(page(read_runs([folder, other]), pictures=Pictures(wanted=False)))
+    parsed(page(read_runs([folder, other]), pictures=Thumbnails(wanted=False)))
 
 
 def test_a_run_that_has_not_been_tested(run, tmp_path):
@@ -331,7 +331,7 @@ def test_a_run_that_has_not_been_tested(run, tmp_path):
     assert "has not been tested" in section(tree, "numbers").text()
     assert "rankgrad eval" in section(tree, "numbers").text()
     both = parsed(page(read_runs([folder, run])))
-    assert "a test is missing" in section(both, "exchange").text()
+    assert "a test is missing" in section(both, "wins").text()
 
 
 def test_images_that_are_gone_leave_frames(tmp_path):

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from rankgrad.report.figures import batch_bias, bins, landscape, margin, surrogate
-from rankgrad.report.figures.style import DARK, LIGHT, Look, save
+from rankgrad.report.figures.style import DARK, LIGHT, Theme, save
 
 NUMBERS = "figures.json"
 
@@ -24,7 +24,7 @@ class Picture:
 
     shows: str
     compute: Callable[[], Any]
-    draw: Callable[[Any, Look], Figure]
+    draw: Callable[[Any, Theme], Figure]
     caption: Callable[[Any], str]
 
 
@@ -54,12 +54,12 @@ PICTURES: Mapping[str, Picture] = {
 def main(arguments: list[str] | None = None) -> int:
     """Writes NAME.svg (or .png) and NAME.txt for each picture, and one file of numbers."""
     options = _parsed(arguments)
-    look, ending = (DARK, "-dark") if options.dark else (LIGHT, "")
+    theme, ending = (DARK, "-dark") if options.dark else (LIGHT, "")
     for name in options.names or PICTURES:
         picture = PICTURES[name]
         numbers = picture.compute()
         path = options.out / f"{name}{ending}.{options.format}"
-        save(picture.draw(numbers, look), path, look)
+        save(picture.draw(numbers, theme), path, theme)
         text = picture.caption(numbers)
         (options.out / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
         _note(options.out / NUMBERS, name, {"shows": picture.shows, "caption": text, "numbers": as_json(numbers)})

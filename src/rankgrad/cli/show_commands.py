@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rankgrad.report.page import page
 from rankgrad.report.run_reader import Run, read_runs
-from rankgrad.report.thumbnails import Pictures
+from rankgrad.report.thumbnails import Thumbnails
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     runs = read_runs(given.runs)
     check_split(runs, given.split)
-    write(given.out, page(runs, split=given.split, pictures=Pictures(wanted=given.pictures)))
+    write(given.out, page(runs, split=given.split, pictures=Thumbnails(wanted=given.pictures)))
     print(f"{given.out} ({given.out.stat().st_size / 1e6:.1f} MB)")
     return 0
 

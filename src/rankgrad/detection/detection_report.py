@@ -13,10 +13,22 @@ from rankgrad.detection import box_results
 from rankgrad.detection.box_evaluation import LEFT_OUT, RIGHT, WRONG, ClassResult
 from rankgrad.detection.detection_recipe import METRIC
 from rankgrad.report.charts import Bar, Series, bars, colour_of, dash_of, line
-from rankgrad.report.document import Section, document
 from rankgrad.report.learning_curves import curve, events, thinned
-from rankgrad.report.markup import Cell, absent, element, number, paragraph, percent, plural, signed, table, text
-from rankgrad.report.provenance import hardware, missing, settings
+from rankgrad.report.markup import (
+    Cell,
+    Section,
+    absent,
+    document,
+    element,
+    number,
+    paragraph,
+    percent,
+    plural,
+    signed,
+    table,
+    text,
+)
+from rankgrad.report.page import hardware, missing, settings
 from rankgrad.report.run_reader import Run, read_runs
 
 SPLIT = "test"

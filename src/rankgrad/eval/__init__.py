@@ -1,12 +1,11 @@
 """Embeddings -> ranks of relevant items -> metrics under a named protocol."""
 
-from rankgrad.eval.evaluation import evaluate, expected_memory
+from rankgrad.eval.evaluation import evaluate, evaluate_table, expected_memory
 from rankgrad.eval.nearest import neighbours
 from rankgrad.eval.protocols import PROTOCOLS, describe_protocols
 from rankgrad.eval.result import Protocol, Result
 from rankgrad.eval.revisited import revisited
-from rankgrad.eval.sharded import evaluate_divided
-from rankgrad.eval.tables import evaluate_table
+from rankgrad.eval.sharded import evaluate_sharded
 
 __all__ = [
     "PROTOCOLS",
@@ -14,7 +13,7 @@ __all__ = [
     "Result",
     "describe_protocols",
     "evaluate",
-    "evaluate_divided",
+    "evaluate_sharded",
     "evaluate_table",
     "expected_memory",
     "neighbours",

@@ -1,8 +1,8 @@
-"""Embeddings in memory or on disk, handed out a block at a time, and products of blocks in one fixed shape.
+"""Embeddings in memory or on disk, read in blocks, and products of blocks in one fixed shape.
 
-A matrix product rounds an entry by the shape of the whole product: the same two vectors can score differently in a tile of 512
-columns and in one of 300. Ranks would then break exact ties, those of duplicates and of collapsed embeddings, at random. So
-every product of an evaluation has the same shape, short blocks being padded with zeros, and all scores are float32.
+The rounding of a matrix product depends on its shape: the same two vectors can score differently in a tile of 512 columns and
+in one of 300. Exact ties, of duplicates and of collapsed embeddings, would then be broken at random. So every product of an
+evaluation has the same shape, short blocks being padded with zeros, and all scores are float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,85 +21,85 @@ from rankgrad.ops.autograd import island
 Array: TypeAlias = Tensor | NDArray[np.floating]
 Index: TypeAlias = NDArray[np.int64]
 
-# Least rows of a query tile: with fewer, a product takes as long as with these.
-FEWEST_ROWS = 32
+# Minimum rows of a query tile: a product with fewer takes as long.
+MIN_ROWS = 32
 
-# Numbers of a block that is read at once: 64 MiB of float32.
+# Numbers in a block read at once: 64 MiB of float32.
 BLOCK_NUMBERS = 2**24
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """Embeddings of one or several arrays that follow each other, as float32 rows on one device."""
+class EmbeddingRows:
+    """One or several arrays of embeddings, concatenated, as float32 rows on one device."""
 
-    parts: tuple[Array, ...]
+    arrays: tuple[Array, ...]
     device: torch.device
     normalize: bool
-    name: str  # in messages: whose rows, and who complains
+    name: str  # the argument and the function that error messages name
     caller: str
 
     @classmethod
-    def of(
-        cls, parts: Sequence[Array], *, device: torch.device, normalize: bool, name: str, caller: str, dim: int | None = None
-    ) -> "Rows":
-        """The arrays as rows, checked: all floating point, [items, dimensions] and of `dim` dimensions where it is given."""
-        for part in parts:
-            _check(part, name=name, caller=caller)
-            dim = part.shape[1] if dim is None else dim
-            if part.shape[1] != dim:
-                raise ValueError(f"{caller}: {name} must have {dim} dimensions like the others, got {part.shape[1]}")
-        return cls(tuple(parts), device, normalize, name, caller)
+    def from_arrays(
+        cls, arrays: Sequence[Array], *, device: torch.device, normalize: bool, name: str, caller: str, dim: int | None = None
+    ) -> "EmbeddingRows":
+        """Check that the arrays are floating point, [items, dimensions] and have `dim` dimensions where it is given."""
+        for array in arrays:
+            _check(array, name=name, caller=caller)
+            dim = array.shape[1] if dim is None else dim
+            if array.shape[1] != dim:
+                raise ValueError(f"{caller}: {name} must have {dim} dimensions like the others, got {array.shape[1]}")
+        return cls(tuple(arrays), device, normalize, name, caller)
 
     def __len__(self) -> int:
-        return sum(len(part) for part in self.parts)
+        return sum(len(array) for array in self.arrays)
 
     @property
     def dim(self) -> int:
-        return int(self.parts[0].shape[1])
+        return int(self.arrays[0].shape[1])
 
     @property
     def on_disk(self) -> bool:
-        return any(isinstance(part, np.memmap) for part in self.parts)
+        return any(isinstance(array, np.memmap) for array in self.arrays)
 
     def take(self, index: slice | Index) -> Tensor:
-        """The rows of a slice, or at an index."""
+        """Read the rows of a slice or at an index."""
         if isinstance(index, slice):
             pieces, begin = [], 0
-            for part in self.parts:
-                first, last = max(index.start - begin, 0), min(index.stop - begin, len(part))
+            for array in self.arrays:
+                first, last = max(index.start - begin, 0), min(index.stop - begin, len(array))
                 if first < last:
-                    pieces.append(self._rows(part[first:last]))
-                begin += len(part)
+                    pieces.append(self._rows(array[first:last]))
+                begin += len(array)
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        if len(self.parts) == 1:
-            return self._rows(_at(self.parts[0], index))
+        if len(self.arrays) == 1:
+            return self._rows(_at(self.arrays[0], index))
         taken = torch.empty(len(index), self.dim, device=self.device)
         begin = 0
-        for part in self.parts:
-            here = np.flatnonzero((index >= begin) & (index < begin + len(part)))
+        for array in self.arrays:
+            here = np.flatnonzero((index >= begin) & (index < begin + len(array)))
             if len(here):
-                taken[torch.from_numpy(here).to(self.device)] = self._rows(_at(part, index[here] - begin))
-            begin += len(part)
+                taken[torch.from_numpy(here).to(self.device)] = self._rows(_at(array, index[here] - begin))
+            begin += len(array)
         return taken
 
-    def held(self, index: Index) -> "Rows":
-        """Some of the rows, read once and kept."""
-        return replace(self, parts=(self.take(index),), normalize=False)
+    def subset(self, index: Index) -> "EmbeddingRows":
+        """Read some of the rows into memory."""
+        return replace(self, arrays=(self.take(index),), normalize=False)
 
     def padded(self, index: slice | Index, multiple: int) -> Tensor:
-        """The rows followed by zeros up to a multiple of rows."""
+        """Read rows and append zeros up to a multiple of `multiple` rows."""
         rows = self.take(index)
         return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % multiple))
 
-    def all_in(self, order: Index, multiple: int) -> Tensor:
-        """Every row in this order, padded; no second copy exists meanwhile."""
+    def reordered(self, order: Index, multiple: int) -> Tensor:
+        """Read all rows in this order, padded, without a second copy."""
         out = torch.zeros(len(order) + -len(order) % multiple, self.dim, device=self.device)
         for block in self.blocks(1):
             out[block] = self.take(order[block])
         return out
 
     def blocks(self, multiple: int) -> list[slice]:
-        """Slices of all rows, each but the last a multiple of rows long."""
+        """Slices that cover all rows, each but the last a multiple of `multiple` long."""
         size = max(BLOCK_NUMBERS // self.dim // multiple, 1) * multiple
         return [slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
@@ -107,7 +107,7 @@ class Rows:
         if isinstance(block, Tensor):
             rows = block.detach().to(self.device)
         else:
-            rows = torch.from_numpy(np.array(block)).to(self.device)  # a copy: torch warns of memory that is read only
+            rows = torch.from_numpy(np.array(block)).to(self.device)  # copied: torch warns about read-only memory
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         if not bool(torch.isfinite(rows).all()):
             bad = int((~torch.isfinite(rows)).sum())
@@ -119,7 +119,7 @@ class Rows:
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Products in full float32, whatever autocast and the precision that training was allowed say; no gradients."""
+    """Compute products in full float32 and without gradients, whatever autocast and the matmul precision are set to."""
     backend: Any = torch.backends.cuda.matmul if device.type == "cuda" else getattr(torch.backends.mkldnn, "matmul", None)
     if hasattr(backend, "fp32_precision"):
         before = backend.fp32_precision
@@ -139,22 +139,22 @@ def exact_products(device: torch.device) -> Iterator[None]:
 
 
 def row_tile(queries: int, side: int) -> int:
-    """Rows of every query tile: a power of 2 that holds these queries, `side` at most."""
-    return min(max(1 << max(queries - 1, 1).bit_length(), FEWEST_ROWS), side)
+    """Rows of every query tile: the power of 2 that holds these queries, at most `side`."""
+    return min(max(1 << max(queries - 1, 1).bit_length(), MIN_ROWS), side)
 
 
-def _at(part: Array, index: Index) -> Array:
-    return part[torch.from_numpy(index).to(part.device)] if isinstance(part, Tensor) else part[index]
+def _at(array: Array, index: Index) -> Array:
+    return array[torch.from_numpy(index).to(array.device)] if isinstance(array, Tensor) else array[index]
 
 
-def _check(part: Array, *, name: str, caller: str) -> None:
-    if isinstance(part, Tensor):
-        check_floating(part, name=name, caller=caller)
-    elif not isinstance(part, np.ndarray):
-        raise TypeError(f"{caller}: {name} must be a torch.Tensor or a numpy array, got {type(part).__name__}")
-    elif not np.issubdtype(part.dtype, np.floating):
-        raise TypeError(f"{caller}: {name} must be floating-point numbers, got {part.dtype}")
-    if part.ndim != 2 or not all(part.shape):
+def _check(array: Array, *, name: str, caller: str) -> None:
+    if isinstance(array, Tensor):
+        check_floating(array, name=name, caller=caller)
+    elif not isinstance(array, np.ndarray):
+        raise TypeError(f"{caller}: {name} must be a torch.Tensor or a numpy array, got {type(array).__name__}")
+    elif not np.issubdtype(array.dtype, np.floating):
+        raise TypeError(f"{caller}: {name} must be floating-point numbers, got {array.dtype}")
+    if array.ndim != 2 or not all(array.shape):
         raise ValueError(
-            f"{caller}: {name} must be [items, dimensions] with at least one of each, got shape {tuple(part.shape)}"
+            f"{caller}: {name} must be [items, dimensions] with at least one of each, got shape {tuple(array.shape)}"
         )

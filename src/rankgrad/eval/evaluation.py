@@ -1,4 +1,4 @@
-"""`evaluate`: embeddings and labels in, every metric of a named protocol out."""
+"""`evaluate` and `evaluate_table`: embeddings and labels in, all metrics of a named protocol out."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,26 +10,23 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from rankgrad._checks import check_choice, check_count, check_not_negative
-from rankgrad.eval.embedding_blocks import BLOCK_NUMBERS, Array, Index, Rows, exact_products, row_tile
+from rankgrad.eval.embedding_blocks import BLOCK_NUMBERS, Array, EmbeddingRows, Index, exact_products, row_tile
 from rankgrad.eval.graded import SORTED_NUMBERS
-from rankgrad.eval.metrics import metric_columns
-from rankgrad.eval.protocols import MOST_PAIRS, PROTOCOLS, Request
-from rankgrad.eval.rank_counts import PAIR_BYTES, SameLabel, pair_bytes
+from rankgrad.eval.metrics import checked_ks, metric_columns
+from rankgrad.eval.protocols import MAX_PAIRS, PROTOCOLS, EvaluationInputs
+from rankgrad.eval.rank_counts import MEMORY_LIMIT, PAIR_BYTES, SameLabelPairs, pair_bytes
 from rankgrad.eval.result import Protocol, Result
+from rankgrad.eval.revisited import revisited
 from rankgrad.ops.functional import Backend, resolve
 from rankgrad.ops.rankers import Exact
 from rankgrad.ops.sources import split, tile_side
 
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called with how many scores are done and how many there are."""
+ProgressCallback: TypeAlias = Callable[[int, int], None]
+"""Called with the number of scores done and in all."""
 
 BACKENDS = ("auto", "triton", "tiled")
 
-# Bytes for what is held of the relevant pairs while tiles are counted, unless one chunk of queries needs more.
-MEMORY_LIMIT = 2**29
-
-
-# Blocks that exist while one is made into rows, and tiles while one is counted or looked through for neighbours.
+# Blocks in memory while one is converted to rows, and tiles while one is counted or searched for neighbours.
 BLOCKS_ALIVE, TILES_ALIVE = 3, 64
 
 
@@ -52,33 +49,33 @@ def evaluate(
     device: torch.device | str | None = None,
     backend: Literal["auto", "triton", "tiled"] = "auto",
     memory_limit: int = MEMORY_LIMIT,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Result:
-    """Every metric of retrieval, exact over whole lists: hits R@k, recall@k, P@k, mAP, mAP@R, RP, MRR and NDCG.
+    """All retrieval metrics, exact over whole lists: hits R@k, recall@k, P@k, mAP, mAP@R, RP, MRR and NDCG.
 
-    Ranks are counted tile by tile: no matrix of distances, no limit on k. Scores are dot products in float32. Where scores are
+    Ranks are counted tile by tile: no distance matrix, no limit on k. Scores are dot products in float32. Where scores are
     equal, irrelevant candidates come first. `rankgrad protocols` prints what each protocol and each metric means.
 
     Args:
-        embeddings: [Q, d] a tensor or a numpy array; a numpy memmap is read block by block.
+        embeddings: [Q, d] tensor or numpy array; a numpy memmap is read block by block.
         labels: [Q] integers.
-        ref_emb: [C, d] the gallery, possibly a memmap larger than memory. Without it all is ranked among itself.
+        ref_emb: [C, d] the gallery, possibly a memmap larger than memory. Without it every item is ranked against all others.
         ref_labels: [C] integers.
         ks: cut-offs, any positive integers.
         protocol: "all-vs-all", "query-gallery" or "vehicleid-official"; by default one of the first two. For
             ROxford and RParis see `revisited`.
         categories: [Q] a coarser class of each query, for `Result.by_category`; -1 is unknown.
         ref_categories: [C] that of the gallery, only for `category_gain`.
-        self_index: [Q] row of the gallery that is the query itself and is taken out of its list, -1 where there is none.
+        self_index: [Q] row of the gallery that is the query itself and is excluded from its list, -1 where there is none.
         category_gain: gain in NDCG of an item that shares the query's category but not its class, which has gain 1.
-        neighbours: keep this many nearest candidates of each query in the result.
-        repeats: random galleries of "vehicleid-official", 10 by default.
-        seed: of these galleries, 0 by default.
-        normalize: bring embeddings to length 1 first.
-        device: where to compute; by default where `embeddings` are.
-        backend: "triton" are the engine's fused kernels, "tiled" is plain torch; "auto" takes the first on a GPU.
-        memory_limit: bytes for what is held of relevant pairs at once; `expected_memory` tells the whole need.
-        progress: called with the scores done and the scores to do.
+        neighbours: number of nearest candidates of each query to keep in the result.
+        repeats: number of random galleries of "vehicleid-official", 10 by default.
+        seed: seed of these galleries, 0 by default.
+        normalize: scale embeddings to length 1 first.
+        device: device to compute on; by default that of `embeddings`.
+        backend: "triton" uses fused kernels, "tiled" plain torch; "auto" takes the first on a GPU.
+        memory_limit: bytes for relevant pairs at a time; `expected_memory` predicts the total.
+        progress: called with the number of scores done and in all.
     """
     caller = "evaluate"
     chosen = _protocol(protocol, gallery=ref_emb is not None)
@@ -86,7 +83,7 @@ def evaluate(
         _refuse(chosen, repeats=repeats, seed=seed)
     else:
         _refuse(chosen, category_gain=category_gain, neighbours=neighbours or None)
-    request = _request(
+    inputs = _inputs(
         embeddings,
         labels,
         ref_emb,
@@ -99,27 +96,80 @@ def evaluate(
         caller=caller,
     )
     check_count(neighbours, name="neighbours", caller=caller, least=0)
-    request = replace(
-        request,
-        categories=_integers(categories, len(request.queries), name="categories", of="embeddings", caller=caller),
-        ref_categories=_integers(ref_categories, len(request.candidates), name="ref_categories", of="ref_emb", caller=caller),
+    inputs = replace(
+        inputs,
+        categories=_integers(categories, len(inputs.queries), name="categories", of="embeddings", caller=caller),
+        ref_categories=_integers(ref_categories, len(inputs.candidates), name="ref_categories", of="ref_emb", caller=caller),
         category_gain=category_gain,
         neighbours=neighbours,
         repeats=10 if repeats is None else repeats,
         seed=0 if seed is None else seed,
-        kernels=_kernels(request, backend, caller),
+        kernels=_kernels(inputs, backend, caller),
         progress=progress,
     )
-    check_count(request.repeats, name="repeats", caller=caller)
-    check_count(request.seed, name="seed", caller=caller, least=0)
-    _check_grades(request, caller)
-    if not _num_relevant(request).any():
+    check_count(inputs.repeats, name="repeats", caller=caller)
+    check_count(inputs.seed, name="seed", caller=caller, least=0)
+    _check_grades(inputs, caller)
+    if not _num_relevant(inputs).any():
         raise ValueError(
-            f"{caller}: no query has a relevant candidate: {len(request.queries)} queries and {len(request.candidates)} "
+            f"{caller}: no query has a relevant candidate: {len(inputs.queries)} queries and {len(inputs.candidates)} "
             "candidates share no label; are labels the classes, one per row?"
         )
-    with exact_products(request.queries.device):
-        return chosen.run(replace(request, memory=_memory(request)))
+    with exact_products(inputs.queries.device):
+        return chosen.run(replace(inputs, memory=_memory(inputs)))
+
+
+def evaluate_table(embeddings: Array, table: Any, *, protocol: str | Protocol | None = None, **options: Any) -> Result:
+    """`evaluate`, or `revisited`, for the rows of a table; queries and neighbours of the result are its row numbers.
+
+    Args:
+        embeddings: [N, d] one per row of the table.
+        table: an object with `labels`, -1 for a row without a class, and optionally `categories`, `is_query` and `is_gallery`
+            (without both every row is a query and a candidate), and `ground_truth` with `easy`, `hard` and `junk`.
+        protocol: by default "roxford" with a ground truth, "query-gallery" where the table marks queries, else "all-vs-all".
+        options: see `evaluate` and `revisited`.
+    """
+    labels = np.asarray(table.labels)
+    if len(embeddings) != len(labels):
+        raise ValueError(f"evaluate_table: embeddings must be one per row of the table, {len(labels)}, got {len(embeddings)}")
+    labels = separate_unlabelled(labels)
+    categories = getattr(table, "categories", None)
+    marks = [getattr(table, name, None) for name in ("is_query", "is_gallery")]
+    truth: Any = getattr(table, "ground_truth", None)
+    name = protocol.name if isinstance(protocol, Protocol) else protocol or ("roxford" if truth is not None else None)
+    if name is not None and name.startswith("roxford") and truth is None:
+        raise ValueError(f"evaluate_table: {name} needs a table with a ground truth of easy, hard and junk images")
+    if marks[0] is None and marks[1] is None:
+        return evaluate(embeddings, labels, protocol=name, categories=categories, **options)
+    queries, gallery = (np.arange(len(labels)) if mark is None else np.flatnonzero(mark) for mark in marks)
+    if not len(queries) or not len(gallery):
+        raise ValueError(f"evaluate_table: the table must mark queries and gallery rows, got {len(queries)} and {len(gallery)}")
+    query_emb, gallery_emb = _at(embeddings, queries), _at(embeddings, gallery)
+    if name is not None and name.startswith("roxford"):
+        result = revisited(query_emb, gallery_emb, truth.easy, truth.hard, truth.junk, protocol=name, **options)
+    else:
+        gallery_row = np.full(len(labels), -1)
+        gallery_row[gallery] = np.arange(len(gallery))
+        if options.get("category_gain") is not None and categories is not None:
+            options["ref_categories"] = np.asarray(categories)[gallery]
+        result = evaluate(
+            query_emb,
+            labels[queries],
+            gallery_emb,
+            labels[gallery],
+            protocol=name,
+            categories=None if categories is None else np.asarray(categories)[queries],
+            self_index=gallery_row[queries],
+            **options,
+        )
+    near = result.neighbours
+    # distractors of `revisited` are numbered after the rows of the table
+    rows = np.concatenate((gallery, np.arange(len(options.get("distractors", ()))) + len(labels)))
+    return replace(
+        result,
+        query_index=queries[result.query_index],
+        neighbours=None if near is None else (rows[near[0]], near[1]),
+    )
 
 
 def expected_memory(
@@ -134,9 +184,9 @@ def expected_memory(
     device: torch.device | str | None = None,
     backend: Literal["auto", "triton", "tiled"] = "auto",
 ) -> int:
-    """Bytes that `evaluate` will need at most beyond the embeddings it is given, known before it begins."""
+    """Upper bound of the bytes that `evaluate` will need in addition to the given embeddings."""
     caller = "expected_memory"
-    request = _request(
+    inputs = _inputs(
         embeddings,
         labels,
         ref_emb,
@@ -148,7 +198,7 @@ def expected_memory(
         memory_limit=memory_limit,
         caller=caller,
     )
-    return _memory(replace(request, kernels=_kernels(request, backend, caller)))
+    return _memory(replace(inputs, kernels=_kernels(inputs, backend, caller)))
 
 
 def _protocol(protocol: str | Protocol | None, *, gallery: bool) -> Protocol:
@@ -166,10 +216,10 @@ def _protocol(protocol: str | Protocol | None, *, gallery: bool) -> Protocol:
 
 def _refuse(protocol: Protocol, **options: object) -> None:
     if given := [name for name, value in options.items() if value is not None]:
-        raise ValueError(f"evaluate: {', '.join(given)} would have no effect under {protocol.name}: leave it out")
+        raise ValueError(f"evaluate: {', '.join(given)} would have no effect under {protocol.name}: omit it")
 
 
-def _request(
+def _inputs(
     embeddings: Array,
     labels: Tensor | ArrayLike,
     ref_emb: Array | None,
@@ -181,42 +231,35 @@ def _request(
     device: torch.device | str | None,
     memory_limit: int,
     caller: str,
-) -> Request:
+) -> EvaluationInputs:
     if (ref_emb is None) != (ref_labels is None):
         given, missing = ("ref_emb", "ref_labels") if ref_labels is None else ("ref_labels", "ref_emb")
         raise ValueError(f"{caller}: ref_emb and ref_labels go together, got {given} and no {missing}")
     if self_index is not None and ref_emb is None:
         raise ValueError(f"{caller}: self_index needs ref_emb; without it query i is candidate i")
     on = embeddings.device if device is None and isinstance(embeddings, Tensor) else torch.device(device or "cpu")
-    queries = Rows.of([embeddings], device=on, normalize=normalize, name="embeddings", caller=caller)
+    queries = EmbeddingRows.from_arrays([embeddings], device=on, normalize=normalize, name="embeddings", caller=caller)
     own_labels = _integers(labels, len(queries), name="labels", of="embeddings", caller=caller)
     assert own_labels is not None, "labels are not optional"
     cut_offs = checked_ks(ks, caller)
     check_count(memory_limit, name="memory_limit", caller=caller)
     if ref_emb is None:
-        return Request(queries=queries, labels=own_labels, ks=cut_offs, budget=memory_limit)
-    gallery = Rows.of([ref_emb], device=on, normalize=normalize, name="ref_emb", caller=caller, dim=queries.dim)
-    own = _integers(self_index, len(queries), name="self_index", of="embeddings", caller=caller)
-    if own is not None and own.max() >= len(gallery):
-        raise ValueError(f"{caller}: self_index must be below {len(gallery)}, the rows of ref_emb, got {own.max()}")
-    return Request(
+        return EvaluationInputs(queries=queries, labels=own_labels, ks=cut_offs, memory_limit=memory_limit)
+    gallery = EmbeddingRows.from_arrays(
+        [ref_emb], device=on, normalize=normalize, name="ref_emb", caller=caller, dim=queries.dim
+    )
+    own_rows = _integers(self_index, len(queries), name="self_index", of="embeddings", caller=caller)
+    if own_rows is not None and own_rows.max() >= len(gallery):
+        raise ValueError(f"{caller}: self_index must be below {len(gallery)}, the rows of ref_emb, got {own_rows.max()}")
+    return EvaluationInputs(
         queries=queries,
         labels=own_labels,
         gallery=gallery,
         ref_labels=_integers(ref_labels, len(gallery), name="ref_labels", of="ref_emb", caller=caller),
-        own=own,
+        self_index=own_rows,
         ks=cut_offs,
-        budget=memory_limit,
+        memory_limit=memory_limit,
     )
-
-
-def checked_ks(ks: Sequence[int], caller: str) -> tuple[int, ...]:
-    """The cut-offs in ascending order, once each."""
-    if not len(ks):
-        raise ValueError(f"{caller}: ks must hold at least one cut-off, got none")
-    for k in ks:
-        check_count(k, name="every k of ks", caller=caller)
-    return tuple(sorted(set(ks)))
 
 
 def _integers(values: Any, items: int, *, name: str, of: str, caller: str) -> Index | None:
@@ -230,48 +273,60 @@ def _integers(values: Any, items: int, *, name: str, of: str, caller: str) -> In
     return array.astype(np.int64)
 
 
-def _kernels(request: Request, backend: Backend, caller: str) -> bool:
+def _kernels(inputs: EvaluationInputs, backend: Backend, caller: str) -> bool:
     check_choice(backend, BACKENDS, name="backend", caller=caller)
-    if request.queries.on_disk or request.candidates.on_disk:
+    if inputs.queries.on_disk or inputs.candidates.on_disk:
         if backend == "triton":
-            raise ValueError(f"{caller}: backend='triton' wants embeddings in memory, got a memmap; use backend='auto'")
+            raise ValueError(f"{caller}: backend='triton' needs embeddings in memory, got a memmap; use backend='auto'")
         return False
-    sample = torch.empty(0, request.queries.dim, device=request.queries.device)
+    sample = torch.empty(0, inputs.queries.dim, device=inputs.queries.device)
     return resolve(backend, sample, Exact(), caller=caller) == "triton"
 
 
-def _check_grades(request: Request, caller: str) -> None:
-    if request.category_gain is None:
-        if request.ref_categories is not None:
+def _check_grades(inputs: EvaluationInputs, caller: str) -> None:
+    if inputs.category_gain is None:
+        if inputs.ref_categories is not None:
             raise ValueError(f"{caller}: ref_categories are only for category_gain, which was not given")
         return
-    check_not_negative(request.category_gain, name="category_gain", caller=caller)
-    if request.category_gain > 1:
-        raise ValueError(f"{caller}: category_gain must be at most 1, the gain of the class, got {request.category_gain!r}")
-    if request.categories is None or (request.gallery is not None and request.ref_categories is None):
+    check_not_negative(inputs.category_gain, name="category_gain", caller=caller)
+    if inputs.category_gain > 1:
+        raise ValueError(f"{caller}: category_gain must be at most 1, the gain of the class, got {inputs.category_gain!r}")
+    if inputs.categories is None or (inputs.gallery is not None and inputs.ref_categories is None):
         raise ValueError(f"{caller}: category_gain needs categories, and ref_categories for a gallery")
 
 
-def _num_relevant(request: Request) -> Index:
-    return SameLabel(request.labels, request.candidate_labels, request.self_index).num_relevant
+def _num_relevant(inputs: EvaluationInputs) -> Index:
+    return SameLabelPairs(inputs.labels, inputs.candidate_labels, inputs.self_candidate).num_relevant
 
 
-def _memory(request: Request) -> int:
-    """What is held at the worst moment: rows in the order of counting, pairs of one group, blocks, tiles and results."""
-    queries, candidates, dim = len(request.queries), len(request.candidates), request.queries.dim
-    side = tile_side(request.queries.device)
-    widths = np.sort(_num_relevant(request))
-    symmetric = request.gallery is None and not request.queries.on_disk
+def _memory(inputs: EvaluationInputs) -> int:
+    """Peak memory: rows in counting order, pairs of one group, blocks, tiles and results."""
+    queries, candidates, dim = len(inputs.queries), len(inputs.candidates), inputs.queries.dim
+    side = tile_side(inputs.queries.device)
+    widths = np.sort(_num_relevant(inputs))
+    symmetric = inputs.gallery is None and not inputs.queries.on_disk
     height = side if symmetric else row_tile(queries, side)
-    held = [pair_bytes(height, int(widths[chunk.stop - 1])) for chunk in split(queries, height)]
-    pairs = max(min(sum(held), request.budget), *held)
-    if request.kernels:
-        # in float32, and as two halves in float16; all metrics of a slice of pairs
-        rows = 8 * dim * (queries + candidates) + PAIR_BYTES * MOST_PAIRS
+    chunk_bytes = [pair_bytes(height, int(widths[chunk.stop - 1])) for chunk in split(queries, height)]
+    pairs = max(min(sum(chunk_bytes), inputs.memory_limit), *chunk_bytes)
+    if inputs.kernels:
+        # rows in float32 and as two float16 halves; all metrics of a slice of pairs
+        rows = 8 * dim * (queries + candidates) + PAIR_BYTES * MAX_PAIRS
     else:
-        rows = 4 * dim * candidates if symmetric else min(4 * dim * queries, request.budget)
+        rows = 4 * dim * candidates if symmetric else min(4 * dim * queries, inputs.memory_limit)
     blocks = BLOCKS_ALIVE * 4 * min(BLOCK_NUMBERS, dim * candidates)
     order = 16 * 8 * (queries + candidates)
-    results = 2 * 8 * queries * (len(metric_columns(request.ks)) + 2 + 2 * request.neighbours)
-    sorting = 0 if request.category_gain is None else 64 * min(SORTED_NUMBERS, queries * candidates)
+    results = 2 * 8 * queries * (len(metric_columns(inputs.ks)) + 2 + 2 * inputs.neighbours)
+    sorting = 0 if inputs.category_gain is None else 64 * min(SORTED_NUMBERS, queries * candidates)
     return rows + pairs + blocks + order + results + sorting + TILES_ALIVE * 4 * side**2
+
+
+def separate_unlabelled(labels: Index) -> Index:
+    """Give every row of label -1 a label of its own: it is relevant to nothing, and nothing to it."""
+    unlabelled = labels == -1
+    return np.where(unlabelled, labels.max(initial=0) + np.cumsum(unlabelled), labels)
+
+
+def _at(embeddings: Array, index: Index) -> Array:
+    if len(index) == len(embeddings):
+        return embeddings  # a memmap stays one
+    return embeddings[torch.from_numpy(index).to(embeddings.device)] if isinstance(embeddings, Tensor) else embeddings[index]

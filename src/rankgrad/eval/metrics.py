@@ -1,8 +1,8 @@
 """Metrics as functions of the ranks of relevant items, one float64 per query.
 
 Candidates are ordered by descending score, and where scores are equal irrelevant ones come first: the worst list that the
-scores allow. With a_j irrelevant candidates at or above the j-th best relevant item, that item has rank j + a_j, so the
-a_j, in ascending order, are all there is to know of a list.
+scores allow. With a_j irrelevant candidates at or above the j-th best relevant item, that item has rank j + a_j, so every
+metric is a function of the a_j in ascending order.
 
 Dimension letters:  B queries   P relevant items, padded
 """
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Column of per-query values behind each metric that has no cut-off.
+from rankgrad._checks import check_count
+
+# Metrics without a cut-off and the column of per-query values that each is the mean of.
 COLUMN_OF = {
     "mAP": "average_precision",
     "mAP@R": "average_precision_at_r",
@@ -35,38 +37,38 @@ DEFINITIONS = {
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """Ranks of the relevant items of a few queries, ascending from 1; padding comes last."""
+class PositiveRanks:
+    """Ranks of the positives of some queries, ascending from 1; padding comes last."""
 
     rank: Tensor  # [B, P] int64
     valid: Tensor  # [B, P]
     num_relevant: Tensor  # [B] int64
 
     @classmethod
-    def of(cls, ahead: Tensor, valid: Tensor) -> "Ranked":
-        """From the irrelevant candidates at or above each relevant item, in any order."""
+    def from_counts(cls, counts: Tensor, valid: Tensor) -> "PositiveRanks":
+        """From the number of irrelevant candidates at or above each positive, in any order."""
         last = torch.iinfo(torch.int64).max // 2
-        place = torch.arange(1, ahead.shape[1] + 1, device=ahead.device)
+        position = torch.arange(1, counts.shape[1] + 1, device=counts.device)
         num_relevant = valid.sum(dim=1)
-        rank = ahead.long().masked_fill(~valid, last).sort(dim=1).values + place
-        return cls(rank, place <= num_relevant[:, None], num_relevant)
+        rank = counts.long().masked_fill(~valid, last).sort(dim=1).values + position
+        return cls(rank, position <= num_relevant[:, None], num_relevant)
 
     @property
-    def place(self) -> Tensor:
-        """[P] rank of each relevant item among the relevant."""
+    def positive_rank(self) -> Tensor:
+        """[P] rank of each positive among the positives."""
         return torch.arange(1, self.rank.shape[1] + 1, device=self.rank.device)
 
     def within(self, k: int | Tensor) -> Tensor:
-        """[B] relevant items among the first k."""
+        """[B] positives among the first k."""
         return (self.rank <= k).sum(dim=1)
 
-    def share(self, values: Tensor) -> Tensor:
-        """[B] sum of `values` [B, P] over the relevant items, divided by their number."""
+    def mean(self, values: Tensor) -> Tensor:
+        """[B] mean of `values` [B, P] over the positives."""
         return torch.where(self.valid, values, 0.0).sum(dim=1) / self.num_relevant
 
 
 def metric_columns(ks: Sequence[int]) -> dict[str, str]:
-    """Names of all metrics, in the order of a table, and the column of per-query values that each is the mean of."""
+    """Names of all metrics in table order, and the column of per-query values that each is the mean of."""
     return {
         **{f"R@{k}": f"hit@{k}" for k in ks},
         **COLUMN_OF,
@@ -75,16 +77,25 @@ def metric_columns(ks: Sequence[int]) -> dict[str, str]:
     }
 
 
-def per_query(ranked: Ranked, ks: Sequence[int]) -> dict[str, Tensor]:
-    """Every column for queries that have at least one relevant item."""
+def checked_ks(ks: Sequence[int], caller: str) -> tuple[int, ...]:
+    """Cut-offs in ascending order without duplicates."""
+    if not len(ks):
+        raise ValueError(f"{caller}: ks must hold at least one cut-off, got none")
+    for k in ks:
+        check_count(k, name="every k of ks", caller=caller)
+    return tuple(sorted(set(ks)))
+
+
+def per_query(ranked: PositiveRanks, ks: Sequence[int]) -> dict[str, Tensor]:
+    """All columns for queries that have at least one relevant item."""
     first = ranked.rank[:, 0]
-    precision = ranked.place / ranked.rank.double()
-    among_r = ranked.rank <= ranked.num_relevant[:, None]
+    precision = ranked.positive_rank / ranked.rank.double()
+    within_r = ranked.rank <= ranked.num_relevant[:, None]
     columns = {
         "num_relevant": ranked.num_relevant,
         "first_rank": first,
-        "average_precision": ranked.share(precision),
-        "average_precision_at_r": ranked.share(torch.where(among_r, precision, 0.0)),
+        "average_precision": ranked.mean(precision),
+        "average_precision_at_r": ranked.mean(torch.where(within_r, precision, 0.0)),
         "r_precision": ranked.within(ranked.num_relevant[:, None]) / ranked.num_relevant.double(),
         "reciprocal_rank": 1 / first.double(),
         "ndcg": _ndcg(ranked),
@@ -97,23 +108,23 @@ def per_query(ranked: Ranked, ks: Sequence[int]) -> dict[str, Tensor]:
     return columns
 
 
-def _ndcg(ranked: Ranked) -> Tensor:
+def _ndcg(ranked: PositiveRanks) -> Tensor:
     gained = torch.where(ranked.valid, 1 / torch.log2(1 + ranked.rank.double()), 0.0).sum(dim=1)
-    best = (1 / torch.log2(1 + ranked.place.double())).cumsum(dim=0)
+    best = (1 / torch.log2(1 + ranked.positive_rank.double())).cumsum(dim=0)
     return gained / best[ranked.num_relevant - 1]
 
 
-def trapezoid_average_precision(ranked: Ranked) -> Tensor:
-    """[B] area under the precision-recall curve as the Oxford and Paris benchmarks take it.
+def trapezoid_average_precision(ranked: PositiveRanks) -> Tensor:
+    """[B] area under the precision-recall curve as the Oxford and Paris benchmarks compute it.
 
-    A relevant item adds the mean of the precision before and after it, divided by the number of relevant items; before the
-    first place the precision is 1.
+    A relevant item adds the mean of the precision before and after it, divided by the number of relevant items; before rank 1
+    the precision is 1.
     """
-    before = torch.where(ranked.rank == 1, 1.0, (ranked.place - 1) / (ranked.rank - 1).clamp(min=1).double())
-    return ranked.share((before + ranked.place / ranked.rank.double()) / 2)
+    before = torch.where(ranked.rank == 1, 1.0, (ranked.positive_rank - 1) / (ranked.rank - 1).clamp(min=1).double())
+    return ranked.mean((before + ranked.positive_rank / ranked.rank.double()) / 2)
 
 
-def benchmark_precision(ranked: Ranked, k: int) -> Tensor:
+def benchmark_precision(ranked: PositiveRanks, k: int) -> Tensor:
     """[B] precision at k of the Oxford and Paris benchmarks: at the last relevant item where that comes before k."""
     last = torch.where(ranked.valid, ranked.rank, 0).amax(dim=1).clamp(max=k)
     return ranked.within(last[:, None]) / last.double()

@@ -1,4 +1,4 @@
-"""The protocols by name: who is a query, who is a candidate, who is left out of the list, what is averaged."""
+"""The protocols by name: what is a query, what is a candidate, what is excluded from the list, what is averaged."""
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,50 +11,58 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankgrad.eval.embedding_blocks import Index, Rows
+from rankgrad.eval.embedding_blocks import EmbeddingRows, Index
 from rankgrad.eval.graded import Grades, graded_ndcg
 from rankgrad.eval.metrics import (
     DEFINITIONS,
-    Ranked,
+    PositiveRanks,
     benchmark_precision,
     metric_columns,
     per_query,
     trapezoid_average_precision,
 )
 from rankgrad.eval.nearest import nearest
-from rankgrad.eval.rank_counts import Ahead, GivenLists, SameLabel, Tick, against_gallery, among_themselves, by_kernels
+from rankgrad.eval.rank_counts import (
+    ListedPairs,
+    ProgressCounter,
+    RankCounts,
+    SameLabelPairs,
+    count_against_gallery,
+    count_all_vs_all,
+    count_with_kernels,
+)
 from rankgrad.eval.result import Protocol, Result
 
-# Relevant pairs that are turned into metrics at once: a handful of float64 of each are 0.2 GiB.
-MOST_PAIRS = 2**22
+# Relevant pairs turned into metrics at once: a handful of float64 of each take 0.2 GiB.
+MAX_PAIRS = 2**22
 
 SETTINGS = ("easy", "medium", "hard")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """A checked evaluation: what a protocol gets."""
+class EvaluationInputs:
+    """Checked arguments of an evaluation, as a protocol takes them."""
 
-    queries: Rows
+    queries: EmbeddingRows
     labels: Index
-    gallery: Rows | None = None
+    gallery: EmbeddingRows | None = None
     ref_labels: Index | None = None
-    own: Index | None = None  # row of the gallery that is the query itself, -1 where it is not there
+    self_index: Index | None = None  # row of the gallery that is the query itself, -1 where it is not in the gallery
     categories: Index | None = None
     ref_categories: Index | None = None
     category_gain: float | None = None
     lists: Mapping[str, Sequence[Index]] = field(default_factory=dict)  # "easy", "hard" and "junk" of every query
     ks: tuple[int, ...]
-    kernels: bool = False  # count with the engine's fused kernels
+    kernels: bool = False  # count with the fused kernels
     neighbours: int = 0
     repeats: int = 10
     seed: int = 0
-    budget: int
+    memory_limit: int
     memory: int = 0
     progress: Callable[[int, int], None] | None = None
 
     @property
-    def candidates(self) -> Rows:
+    def candidates(self) -> EmbeddingRows:
         return self.queries if self.gallery is None else self.gallery
 
     @property
@@ -62,186 +70,177 @@ class Request:
         return self.labels if self.ref_labels is None else self.ref_labels
 
     @property
-    def self_index(self) -> Index:
-        """[Q] the query's own row among the candidates."""
+    def self_candidate(self) -> Index:
+        """[Q] the candidate that is the query itself, -1 where it is not one."""
         if self.gallery is None:
             return np.arange(len(self.queries))
-        return np.full(len(self.queries), -1) if self.own is None else self.own
+        return np.full(len(self.queries), -1) if self.self_index is None else self.self_index
 
 
-class Meter:
-    """Adds up what is done and tells it."""
-
-    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
-
-    def __call__(self, scores: int) -> None:
-        self.done += scores
-        if self.progress:
-            self.progress(self.done, self.total)
-
-
-def by_labels(request: Request) -> Result:
-    """All against all, or queries against a gallery: a candidate of the query's label is relevant."""
-    relevance = SameLabel(request.labels, request.candidate_labels, request.self_index)
-    asked = np.flatnonzero(relevance.num_relevant)
-    candidates = len(request.candidates)
-    symmetric = request.gallery is None and not request.kernels and not request.queries.on_disk
-    passes = (request.category_gain is not None) + (request.neighbours > 0)
-    total = ((len(request.queries) if symmetric else len(asked)) + passes * len(asked)) * candidates
-    meter = Meter(request.progress, total)
-    columns = _columns(_counted(request, relevance, meter), request.ks, len(request.queries))
-    values: dict[str, NDArray[Any]] = {name: column[asked].astype(type_of(name)) for name, column in columns.items()}
+def evaluate_labels(inputs: EvaluationInputs) -> Result:
+    """All against all, or queries against a gallery: candidates with the query's label are relevant."""
+    relevance = SameLabelPairs(inputs.labels, inputs.candidate_labels, inputs.self_candidate)
+    chosen = np.flatnonzero(relevance.num_relevant)
+    candidates = len(inputs.candidates)
+    symmetric = inputs.gallery is None and not inputs.kernels and not inputs.queries.on_disk
+    passes = (inputs.category_gain is not None) + (inputs.neighbours > 0)
+    total = ((len(inputs.queries) if symmetric else len(chosen)) + passes * len(chosen)) * candidates
+    counter = ProgressCounter(inputs.progress, total)
+    columns = _columns(_counted(inputs, relevance, counter), inputs.ks, len(inputs.queries))
+    values: dict[str, NDArray[Any]] = {name: column[chosen].astype(type_of(name)) for name, column in columns.items()}
     notes: tuple[str, ...] = ()
-    if request.category_gain is not None:
-        values["ndcg"] = _graded(request, asked, meter)
-        notes = (f"NDCG: gain 1 for an item of the query's class, {request.category_gain:g} for another of its category",)
+    if inputs.category_gain is not None:
+        values["ndcg"] = _graded(inputs, chosen, counter)
+        notes = (f"NDCG: gain 1 for an item of the query's class, {inputs.category_gain:g} for another of its category",)
     return Result(
-        protocol=PROTOCOLS["all-vs-all" if request.gallery is None else "query-gallery"],
-        columns=metric_columns(request.ks),
+        protocol=PROTOCOLS["all-vs-all" if inputs.gallery is None else "query-gallery"],
+        columns=metric_columns(inputs.ks),
         per_query=values,
-        query_index=asked,
-        labels=request.labels[asked],
-        categories=None if request.categories is None else request.categories[asked],
-        skipped=len(request.queries) - len(asked),
-        memory=request.memory,
+        query_index=chosen,
+        labels=inputs.labels[chosen],
+        categories=None if inputs.categories is None else inputs.categories[chosen],
+        skipped=len(inputs.queries) - len(chosen),
+        memory=inputs.memory,
         notes=notes,
-        neighbours=_neighbours(request, asked, meter),
+        neighbours=_neighbours(inputs, chosen, counter),
     )
 
 
-def _counted(request: Request, relevance: SameLabel, tick: Tick) -> Iterator[Ahead]:
-    if request.kernels:
-        labels, own = torch.from_numpy(request.labels), request.own
-        ref_labels = None if request.ref_labels is None else torch.from_numpy(request.ref_labels)
-        place = None if own is None else torch.from_numpy(own)
-        return by_kernels(request.queries, request.gallery, labels, ref_labels, place, budget=request.budget, tick=tick)
-    if request.gallery is None and not request.queries.on_disk:
-        return among_themselves(request.queries, torch.from_numpy(request.labels), budget=request.budget, tick=tick)
-    return against_gallery(request.queries, request.candidates, relevance, budget=request.budget, tick=tick)
+def _counted(inputs: EvaluationInputs, relevance: SameLabelPairs, progress: ProgressCounter) -> Iterator[RankCounts]:
+    options: Any = {"memory_limit": inputs.memory_limit, "progress": progress}
+    if inputs.kernels:
+        labels = torch.from_numpy(inputs.labels)
+        ref_labels = None if inputs.ref_labels is None else torch.from_numpy(inputs.ref_labels)
+        self_index = None if inputs.self_index is None else torch.from_numpy(inputs.self_index)
+        return count_with_kernels(inputs.queries, inputs.gallery, labels, ref_labels, self_index, **options)
+    if inputs.gallery is None and not inputs.queries.on_disk:
+        return count_all_vs_all(inputs.queries, torch.from_numpy(inputs.labels), **options)
+    return count_against_gallery(inputs.queries, inputs.candidates, relevance, **options)
 
 
-def _columns(counted: Iterator[Ahead], ks: Sequence[int], queries: int) -> dict[str, NDArray[np.float64]]:
-    """Every per-query column, a row for every query, NaN where nothing was counted."""
+def _columns(counted: Iterator[RankCounts], ks: Sequence[int], queries: int) -> dict[str, NDArray[np.float64]]:
+    """All per-query columns, a row for every query, NaN where nothing was counted."""
     columns: dict[str, NDArray[np.float64]] = {}
-    for ahead in counted:
-        step = max(MOST_PAIRS // max(ahead.count.shape[1], 1), 1)
-        for start in range(0, len(ahead.query), step):
+    for found in counted:
+        step = max(MAX_PAIRS // max(found.counts.shape[1], 1), 1)
+        for start in range(0, len(found.query), step):
             rows = slice(start, start + step)
-            for name, values in per_query(Ranked.of(ahead.count[rows], ahead.valid[rows]), ks).items():
+            for name, values in per_query(PositiveRanks.from_counts(found.counts[rows], found.valid[rows]), ks).items():
                 column = columns.setdefault(name, np.full(queries, np.nan))
-                column[ahead.query[rows]] = values.cpu().numpy()
+                column[found.query[rows]] = values.cpu().numpy()
     return columns
 
 
 def type_of(column: str) -> type[np.int64 | np.float64]:
-    """In which numbers a column of per-query values is kept."""
+    """Type of a column of per-query values."""
     return np.int64 if column in ("num_relevant", "first_rank", "trial") else np.float64
 
 
-def _graded(request: Request, asked: Index, tick: Tick) -> NDArray[np.float64]:
-    assert request.categories is not None, "grades were checked to have categories"
-    assert request.category_gain is not None, "asked for grades"
+def _graded(inputs: EvaluationInputs, chosen: Index, progress: ProgressCounter) -> NDArray[np.float64]:
+    assert inputs.categories is not None, "grades were checked to have categories"
+    assert inputs.category_gain is not None, "category_gain was given"
     grades = Grades(
-        request.labels,
-        request.categories,
-        request.candidate_labels,
-        request.categories if request.ref_categories is None else request.ref_categories,
-        request.self_index,
-        request.category_gain,
+        inputs.labels,
+        inputs.categories,
+        inputs.candidate_labels,
+        inputs.categories if inputs.ref_categories is None else inputs.ref_categories,
+        inputs.self_candidate,
+        inputs.category_gain,
     )
-    return graded_ndcg(request.queries, request.candidates, asked, grades, tick=tick)
+    return graded_ndcg(inputs.queries, inputs.candidates, chosen, grades, progress=progress)
 
 
-def _neighbours(request: Request, asked: Index, tick: Tick) -> tuple[Index, NDArray[np.float32]] | None:
-    if not request.neighbours:
+def _neighbours(inputs: EvaluationInputs, chosen: Index, progress: ProgressCounter) -> tuple[Index, NDArray[np.float32]] | None:
+    if not inputs.neighbours:
         return None
-    k = min(request.neighbours, len(request.candidates) - int((request.self_index >= 0).any()))
-    done = 0
-
-    def progress(scores: int, _: int) -> None:
-        nonlocal done
-        tick(scores - done)
-        done = scores
-
-    scores, index = nearest(request.queries.held(asked), request.candidates, k, request.self_index[asked], progress)
+    k = min(inputs.neighbours, len(inputs.candidates) - int((inputs.self_candidate >= 0).any()))
+    before = progress.done
+    scores, index = nearest(
+        inputs.queries.subset(chosen),
+        inputs.candidates,
+        k,
+        inputs.self_candidate[chosen],
+        lambda done, _: progress.add(before + done - progress.done),
+    )
     return index, scores
 
 
-def vehicleid_official(request: Request) -> Result:
-    """One random image of each id is the gallery, all others are queries; repeated, and averaged over the repeats."""
-    rng = np.random.default_rng(request.seed)
-    order = np.argsort(request.labels, kind="stable")
-    first = np.flatnonzero(np.diff(request.labels[order], prepend=request.labels[order[0]] - 1))
+def vehicleid_official(inputs: EvaluationInputs) -> Result:
+    """One random image of each id is the gallery, all others are queries; averaged over repeats."""
+    rng = np.random.default_rng(inputs.seed)
+    order = np.argsort(inputs.labels, kind="stable")
+    first = np.flatnonzero(np.diff(inputs.labels[order], prepend=inputs.labels[order[0]] - 1))
     sizes = np.diff(first, append=len(order))
-    meter = Meter(request.progress, request.repeats * (len(order) - len(first)) * len(first))
+    counter = ProgressCounter(inputs.progress, inputs.repeats * (len(order) - len(first)) * len(first))
     trials, queries = [], []
-    for trial in range(request.repeats):
-        shown = order[first + rng.integers(sizes)]
-        asking = np.setdiff1d(order, shown)
-        counted = against_gallery(
-            request.queries.held(asking),
-            request.queries.held(shown),
-            SameLabel(request.labels[asking], request.labels[shown], None),
-            budget=request.budget,
-            tick=meter,
+    for trial in range(inputs.repeats):
+        gallery = order[first + rng.integers(sizes)]
+        query = np.setdiff1d(order, gallery)
+        counted = count_against_gallery(
+            inputs.queries.subset(query),
+            inputs.queries.subset(gallery),
+            SameLabelPairs(inputs.labels[query], inputs.labels[gallery], None),
+            memory_limit=inputs.memory_limit,
+            progress=counter,
         )
-        trials.append({**_columns(counted, request.ks, len(asking)), "trial": np.full(len(asking), float(trial))})
-        queries.append(asking)
-    query = np.concatenate(queries)
-    metrics = metric_columns(request.ks)
+        trials.append({**_columns(counted, inputs.ks, len(query)), "trial": np.full(len(query), float(trial))})
+        queries.append(query)
+    query_index = np.concatenate(queries)
+    metrics = metric_columns(inputs.ks)
     means = {metric: [columns[column].mean() for columns in trials] for metric, column in metrics.items()}
     return Result(
         protocol=PROTOCOLS["vehicleid-official"],
         columns=metrics,
         per_query={name: np.concatenate([columns[name] for columns in trials]).astype(type_of(name)) for name in trials[0]},
-        query_index=query,
-        labels=request.labels[query],
-        categories=None if request.categories is None else request.categories[query],
-        memory=request.memory,
-        deviations={m: float(np.std(values, ddof=1)) for m, values in means.items()} if request.repeats > 1 else {},
-        notes=(f"{request.repeats} random galleries of {len(first):,} ids, seed {request.seed}",),
+        query_index=query_index,
+        labels=inputs.labels[query_index],
+        categories=None if inputs.categories is None else inputs.categories[query_index],
+        memory=inputs.memory,
+        deviations={m: float(np.std(values, ddof=1)) for m, values in means.items()} if inputs.repeats > 1 else {},
+        notes=(f"{inputs.repeats} random galleries of {len(first):,} ids, seed {inputs.seed}",),
     )
 
 
-def by_lists(settings: Sequence[str], request: Request) -> Result:
-    """Relevant and removed candidates are written down for every query, once for each setting."""
-    easy, hard, junk = (request.lists[name] for name in ("easy", "hard", "junk"))
-    relevance = GivenLists([np.concatenate(pair) for pair in zip(easy, hard, strict=True)], junk)
-    queries, num_easy = len(request.queries), np.array([len(items) for items in easy])
+def evaluate_lists(settings: Sequence[str], inputs: EvaluationInputs) -> Result:
+    """Relevant and excluded candidates are listed for every query, once for each setting."""
+    easy, hard, junk = (inputs.lists[name] for name in ("easy", "hard", "junk"))
+    relevance = ListedPairs([np.concatenate(pair) for pair in zip(easy, hard, strict=True)], junk)
+    queries, num_easy = len(inputs.queries), np.array([len(items) for items in easy])
     sizes = {"easy": num_easy, "medium": relevance.num_relevant, "hard": relevance.num_relevant - num_easy}
-    asked = np.flatnonzero(np.any([sizes[setting] > 0 for setting in settings], axis=0))
-    if not len(asked):
+    chosen = np.flatnonzero(np.any([sizes[setting] > 0 for setting in settings], axis=0))
+    if not len(chosen):
         raise ValueError(f"revisited: no query has a relevant image in the setting {', '.join(settings)}")
-    lists = int((relevance.num_relevant > 0).sum()) + (len(asked) if request.neighbours else 0)
-    meter = Meter(request.progress, lists * len(request.candidates))
+    lists = int((relevance.num_relevant > 0).sum()) + (len(chosen) if inputs.neighbours else 0)
+    counter = ProgressCounter(inputs.progress, lists * len(inputs.candidates))
     columns: dict[str, NDArray[np.float64]] = {}
-    # easy and hard items are relevant or removed, never plain: one count of the plain ones serves all settings
-    for ahead in against_gallery(request.queries, request.candidates, relevance, budget=request.budget, tick=meter):
-        step = torch.arange(ahead.count.shape[1], device=ahead.count.device)
-        is_easy = step < torch.from_numpy(num_easy[ahead.query]).to(step.device)[:, None]
+    # an easy or hard item is relevant or excluded, never irrelevant: one count of the irrelevant ones serves all settings
+    for found in count_against_gallery(
+        inputs.queries, inputs.candidates, relevance, memory_limit=inputs.memory_limit, progress=counter
+    ):
+        step = torch.arange(found.counts.shape[1], device=found.counts.device)
+        is_easy = step < torch.from_numpy(num_easy[found.query]).to(step.device)[:, None]
         for setting in settings:
-            sought = {"easy": is_easy, "medium": is_easy | ~is_easy, "hard": ~is_easy}[setting]
-            ranked = Ranked.of(ahead.count, ahead.valid & sought)
+            wanted = {"easy": is_easy, "medium": is_easy | ~is_easy, "hard": ~is_easy}[setting]
+            ranked = PositiveRanks.from_counts(found.counts, found.valid & wanted)
             some = ranked.num_relevant.cpu().numpy() > 0
-            for name, values in _benchmark_columns(ranked, request.ks).items():
+            for name, values in _benchmark_columns(ranked, inputs.ks).items():
                 column = columns.setdefault(f"{name}[{setting}]", np.full(queries, np.nan))
-                column[ahead.query[some]] = values.cpu().numpy()[some]
+                column[found.query[some]] = values.cpu().numpy()[some]
     return Result(
         protocol=PROTOCOLS[_NAME_OF[tuple(settings)]],
         columns={
             **{f"mAP[{s}]": f"average_precision[{s}]" for s in settings},
-            **{f"mP@{k}[{s}]": f"precision@{k}[{s}]" for s in settings for k in request.ks},
+            **{f"mP@{k}[{s}]": f"precision@{k}[{s}]" for s in settings for k in inputs.ks},
         },
-        per_query={name: column[asked] for name, column in columns.items()},
-        query_index=asked,
-        skipped=queries - len(asked),
-        memory=request.memory,
-        neighbours=_neighbours(request, asked, meter),
+        per_query={name: column[chosen] for name, column in columns.items()},
+        query_index=chosen,
+        skipped=queries - len(chosen),
+        memory=inputs.memory,
+        neighbours=_neighbours(inputs, chosen, counter),
     )
 
 
-def _benchmark_columns(ranked: Ranked, ks: Sequence[int]) -> dict[str, Tensor]:
+def _benchmark_columns(ranked: PositiveRanks, ks: Sequence[int]) -> dict[str, Tensor]:
     return {
         "num_relevant": ranked.num_relevant,
         "first_rank": ranked.rank[:, 0],
@@ -275,7 +274,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             f"not as the first neighbour. Candidates with the query's label are relevant. {_TIES} A query whose label no "
             "other item has leaves the mean and is counted.",
             "SOP, CUB, Cars196, iNaturalist, and VehicleID as FastAP, Smooth-AP and RS@k report it",
-            by_labels,
+            evaluate_labels,
         ),
         Protocol(
             "query-gallery",
@@ -283,7 +282,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             f"the gallery itself is taken out of its own list by its row number. {_TIES} A query whose label no gallery item "
             "has leaves the mean and is counted.",
             "In-Shop",
-            by_labels,
+            evaluate_labels,
         ),
         Protocol(
             "vehicleid-official",
@@ -297,10 +296,10 @@ PROTOCOLS: Mapping[str, Protocol] = {
             "roxford",
             _LISTED.format("Three settings: " + " ".join(f"[{name}] {rule}" for name, rule in _LISTS.items())),
             "ROxford5k and RParis6k, also with the 1M distractors",
-            partial(by_lists, SETTINGS),
+            partial(evaluate_lists, SETTINGS),
         ),
         *(
-            Protocol(f"roxford-{name}", _LISTED.format(rule), "one setting of roxford alone", partial(by_lists, (name,)))
+            Protocol(f"roxford-{name}", _LISTED.format(rule), "one setting of roxford alone", partial(evaluate_lists, (name,)))
             for name, rule in _LISTS.items()
         ),
     )
@@ -308,7 +307,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
 
 
 def describe_protocols() -> str:
-    """Every protocol's rule and every metric's definition as text."""
+    """Rules of all protocols and definitions of all metrics as text."""
 
     def entry(name: str, text: str) -> str:
         return f"{name}\n{textwrap.fill(text, 100, initial_indent='    ', subsequent_indent='    ')}"

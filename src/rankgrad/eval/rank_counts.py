@@ -1,13 +1,13 @@
-"""How many irrelevant candidates lie at or above each relevant item: counted over tiles, nothing of size Q x C is kept.
+"""Number of irrelevant candidates at or above each positive, counted over tiles; nothing of size Q x C is stored.
 
-    among_themselves   one set of embeddings, each item against all others; a product serves a tile and its mirror image
-    against_gallery    queries against a gallery that may be on disk and is read from its beginning to its end
-    by_kernels         both of these with the engine's fused kernels, for embeddings in the memory of a GPU
+    count_all_vs_all        one set of embeddings, each item against all others; a product serves a tile and its transpose
+    count_against_gallery   queries against a gallery, which may be on disk and is read from beginning to end
+    count_with_kernels      both of these with the fused kernels, for embeddings in GPU memory
 
-Scores of the relevant items come first, then the tiles are counted against them. What has to be alive while tiles are counted
-is a few numbers for every relevant pair, so queries go in groups that fit in a budget of bytes.
+Scores of the positives are computed first, then tiles are counted against them. A few numbers per relevant pair stay in
+memory while tiles are counted, so queries are processed in groups that fit in a memory limit.
 
-Dimension letters:  Q queries   C candidates   B queries of a chunk   Z candidates of a tile   P relevant items, padded
+Dimension letters:  Q queries   C candidates   B queries of a chunk   Z candidates of a tile   P positives, padded
 """
 
 import threading
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankgrad.eval.embedding_blocks import Index, Rows, row_tile
+from rankgrad.eval.embedding_blocks import EmbeddingRows, Index, row_tile
 from rankgrad.ops.functional import fused_door
 from rankgrad.ops.rankers import Exact
 from rankgrad.ops.relevance import LabelLists
@@ -31,20 +31,38 @@ from rankgrad.ops.thresholds import BUCKETS_EACH, FEW_THRESHOLDS, MOST_BUCKETS, 
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
-Tick = Callable[[int], None]
-"""Told how many scores have been counted since the last call."""
 
-# Bytes of a relevant pair while tiles are counted: its score, its count, copies of both in the order of counting, and what
-# turning counts into metrics takes. A bucket of the counting tables has 4 more.
+# Default limit of the bytes that relevant pairs take while tiles are counted.
+MEMORY_LIMIT = 2**29
+
+# Bytes of a relevant pair while tiles are counted: its score, its count, sorted copies of both, and what turning counts into
+# metrics takes. A bucket of the counting tables has 4 more.
 PAIR_BYTES = 64
 BUCKET_BYTES = 4
 
 
-class Workers:
-    """Threads that take tiles from a list, each on a core of its own; on a GPU there is one.
+class ProgressCounter:
+    """Adds up the scores that are done and reports them to a callback.
+
+    Args:
+        callback: called with the number of scores done and in all.
+        total: number of scores in all.
+    """
+
+    def __init__(self, callback: Callable[[int, int], None] | None = None, total: int = 0) -> None:
+        self.callback, self.total, self.done = callback, total, 0
+
+    def add(self, scores: int) -> None:
+        self.done += scores
+        if self.callback:
+            self.callback(self.done, self.total)
+
+
+class TileWorkers:
+    """Threads that process tiles, one core each; on a GPU there is one.
 
     Threads that share every small operation wait for each other at the end of each, which takes a hundred times as long when
-    another process has one of the cores. It also makes scores independent of the number of threads.
+    another process uses one of the cores. One thread per tile also makes scores independent of the number of threads.
     """
 
     def __init__(self, device: torch.device, tile: tuple[int, int]) -> None:
@@ -54,13 +72,13 @@ class Workers:
 
     @property
     def scratch(self) -> Tensor:
-        """Memory for one tile of scores, the calling thread's own."""
+        """Memory of the calling thread for one tile of scores."""
         if not hasattr(self.local, "scratch"):
             self.local.scratch = torch.empty(self.tile, device=self.device)
         scratch: Tensor = self.local.scratch
         return scratch
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> "TileWorkers":
         if self.threads > 1:
             self.pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
         return self
@@ -68,70 +86,70 @@ class Workers:
     def __exit__(self, *error: object) -> None:
         if self.threads > 1:
             self.pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(self.threads)  # a part of the setting belongs to all threads
+            torch.set_num_threads(self.threads)  # part of this setting is shared by all threads
 
     def map(self, function: Callable[[Task], Answer], tasks: Iterable[Task]) -> Iterator[Answer]:
-        """What the function gives for every task, in order."""
+        """Results of the function for all tasks, in order."""
         return self.pool.map(function, tasks) if self.threads > 1 else map(function, tasks)
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """The counts of a few queries, in the order of `query`."""
+class RankCounts:
+    """Counts of some queries, in the order of `query`."""
 
     query: Index  # [B]
-    count: Tensor  # [B, P] irrelevant candidates at or above each relevant item
+    counts: Tensor  # [B, P] irrelevant candidates at or above each positive
     valid: Tensor  # [B, P] False at the padding
 
 
-class Relevance(Protocol):
-    """Who is relevant to whom, and who is not ranked at all."""
+class RelevantPairs(Protocol):
+    """Which candidates are relevant to a query, and which are excluded from its list."""
 
     num_relevant: Index  # [Q]
 
     def relevant(self, queries: Index) -> tuple[Index, Index]:
-        """Positions in `queries`, ascending, and candidates: every relevant pair of these queries."""
+        """Positions in `queries`, ascending, and candidates of all relevant pairs of these queries."""
         ...
 
-    def removed(self, queries: Index) -> tuple[Index, Index]:
-        """The same for candidates that are taken out of a query's list."""
+    def excluded(self, queries: Index) -> tuple[Index, Index]:
+        """The same for candidates excluded from a query's list."""
         ...
 
 
-class SameLabel:
-    """A candidate is relevant if it has the query's label; the query itself, where it is a candidate, is removed."""
+class SameLabelPairs:
+    """A candidate is relevant if it has the query's label; the query itself, where it is a candidate, is excluded."""
 
-    def __init__(self, labels: Index, ref_labels: Index, own: Index | None) -> None:
+    def __init__(self, labels: Index, ref_labels: Index, self_index: Index | None) -> None:
         self.order = np.argsort(ref_labels, kind="stable")
         ascending = ref_labels[self.order]
         self.first = np.searchsorted(ascending, labels)
         self.size = np.searchsorted(ascending, labels, side="right") - self.first
-        self.own = np.full(len(labels), -1) if own is None else own
-        itself = (self.own >= 0) & (ref_labels[self.own] == labels)
+        self.self_index = np.full(len(labels), -1) if self_index is None else self_index
+        itself = (self.self_index >= 0) & (ref_labels[self.self_index] == labels)
         self.num_relevant: Index = self.size - itself
 
     def relevant(self, queries: Index) -> tuple[Index, Index]:
         row, step = _ragged(self.size[queries])
         candidate = self.order[self.first[queries][row] + step]
-        kept = candidate != self.own[queries][row]
+        kept = candidate != self.self_index[queries][row]
         return row[kept], candidate[kept]
 
-    def removed(self, queries: Index) -> tuple[Index, Index]:
-        row = np.flatnonzero(self.own[queries] >= 0)
-        return row, self.own[queries][row]
+    def excluded(self, queries: Index) -> tuple[Index, Index]:
+        row = np.flatnonzero(self.self_index[queries] >= 0)
+        return row, self.self_index[queries][row]
 
 
-class GivenLists:
-    """Relevant and removed candidates written down for every query."""
+class ListedPairs:
+    """Relevant and excluded candidates listed for every query."""
 
-    def __init__(self, relevant: Sequence[Index], removed: Sequence[Index]) -> None:
+    def __init__(self, relevant: Sequence[Index], excluded: Sequence[Index]) -> None:
         self.num_relevant = np.array([len(items) for items in relevant], dtype=np.int64)
-        self.lists = relevant, removed
+        self.lists = relevant, excluded
 
     def relevant(self, queries: Index) -> tuple[Index, Index]:
         return self._pairs(self.lists[0], queries)
 
-    def removed(self, queries: Index) -> tuple[Index, Index]:
+    def excluded(self, queries: Index) -> tuple[Index, Index]:
         return self._pairs(self.lists[1], queries)
 
     @staticmethod
@@ -142,35 +160,37 @@ class GivenLists:
 
 
 def pair_bytes(rows: int, width: int) -> int:
-    """Bytes that a chunk of queries with up to `width` relevant items each holds while tiles are counted."""
+    """Bytes that a chunk of queries with up to `width` positives each takes while tiles are counted."""
     buckets = 0 if width <= FEW_THRESHOLDS else min(BUCKETS_EACH * width * rows, MOST_BUCKETS)
     return rows * width * PAIR_BYTES + buckets * BUCKET_BYTES
 
 
-def among_themselves(rows: Rows, labels: Tensor, *, budget: int, tick: Tick) -> Iterator[Ahead]:
-    """Every row as a query against all others, those with a relevant item among these."""
+def count_all_vs_all(
+    rows: EmbeddingRows, labels: Tensor, *, memory_limit: int, progress: ProgressCounter
+) -> Iterator[RankCounts]:
+    """Count every row that has a positive as a query against all others."""
     side = tile_side(rows.device)
     lists = LabelLists.build(labels.to(rows.device))
     order = lists.candidate_order.cpu().numpy()
-    tiles = rows.all_in(order, side).split(side)
+    tiles = rows.reordered(order, side).split(side)
     chunks = split(len(order), side)
     bands = lists.bands(chunks)
-    workers = Workers(rows.device, (side, side))
-    for group in groups_within([pair_bytes(side, band[0]) for band in bands], budget):
-        square = _Square(tiles, lists, chunks, bands, group, workers)
+    workers = TileWorkers(rows.device, (side, side))
+    for group in groups_within([pair_bytes(side, band[0]) for band in bands], memory_limit):
+        symmetric = _SymmetricTiles(tiles, lists, chunks, bands, group, workers)
         with workers:
-            seeking = [i for i in group if bands[i][0]]
-            square.sought.update(zip(seeking, workers.map(square.seek, seeking), strict=True))
-            # below the diagonal of a group a tile is the mirror image of one above
-            wanted = [(i, z) for i in group for z in range(len(chunks)) if z >= i or z not in group]
-            for scores in workers.map(square.count, wanted):
-                tick(scores)
-        for i, found in square.sought.items():
-            yield found.ahead(order[chunks[i]])
+            with_positives = [i for i in group if bands[i][0]]
+            symmetric.positives.update(zip(with_positives, workers.map(symmetric.score_positives, with_positives), strict=True))
+            # below the diagonal of a group a tile is the transpose of one above
+            tasks = [(i, z) for i in group for z in range(len(chunks)) if z >= i or z not in group]
+            for scores in workers.map(symmetric.count, tasks):
+                progress.add(scores)
+        for i, positives in symmetric.positives.items():
+            yield positives.rank_counts(order[chunks[i]])
 
 
 @dataclass
-class _Square:
+class _SymmetricTiles:
     """A group of chunks against all chunks; within the group a tile serves its rows and its columns as queries."""
 
     tiles: Sequence[Tensor]
@@ -178,19 +198,19 @@ class _Square:
     chunks: Sequence[slice]
     bands: Sequence[tuple[int, int, int]]
     group: range
-    workers: Workers
-    sought: dict[int, "Sought"] = field(default_factory=dict)  # of the chunks in which anything is sought
+    workers: TileWorkers
+    positives: dict[int, "PositiveCounts"] = field(default_factory=dict)  # of the chunks that have any
 
-    def seek(self, chunk: int) -> "Sought":
+    def score_positives(self, chunk: int) -> "PositiveCounts":
         scratch = self.workers.scratch
-        return Sought(_relevant_in_class_order(self.tiles, self.lists, self.chunks, chunk, self.bands[chunk], scratch))
+        return PositiveCounts(*_positive_scores(self.tiles, self.lists, self.chunks, chunk, self.bands[chunk], scratch))
 
     def count(self, tile: tuple[int, int]) -> int:
-        """Counts a tile for all that want it; how many scores that were."""
+        """Count a tile for its rows and, off the diagonal, its columns; the number of scores."""
         i, z = tile
-        mirrored = z in self.group and z != i
+        transposed = z in self.group and z != i
         height, width = _length(self.chunks[i]), _length(self.chunks[z])
-        by_row, by_column = self.sought.get(i), self.sought.get(z) if mirrored else None
+        by_row, by_column = self.positives.get(i), self.positives.get(z) if transposed else None
         if by_row or by_column:
             scores = torch.mm(self.tiles[i], self.tiles[z].t(), out=self.workers.scratch)
             _, first, last = self.bands[i]
@@ -199,13 +219,13 @@ class _Square:
             scores[height:] = -torch.inf
             scores[:, width:] = -torch.inf
             if by_row:
-                by_row.count(scores)
+                by_row.add(scores)
             if by_column:
-                by_column.count(scores.t())
-        return (1 + mirrored) * height * width
+                by_column.add(scores.t())
+        return (1 + transposed) * height * width
 
 
-def _relevant_in_class_order(
+def _positive_scores(
     tiles: Sequence[Tensor],
     lists: LabelLists,
     chunks: Sequence[slice],
@@ -213,7 +233,7 @@ def _relevant_in_class_order(
     band: tuple[int, int, int],
     scratch: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """[side, P] scores of the relevant items of a chunk, padded with +inf, and which of them are real."""
+    """[side, P] scores of the positives of a chunk, padded with +inf, and False at the padding."""
     width, first, last = band
     side = len(scratch)
     columns, valid = lists.relevant_columns(chunks[chunk], width)
@@ -228,66 +248,76 @@ def _relevant_in_class_order(
     return scores, valid
 
 
-def against_gallery(queries: Rows, gallery: Rows, relevance: Relevance, *, budget: int, tick: Tick) -> Iterator[Ahead]:
-    """Queries that have a relevant item against a gallery, which is read once for every group of queries."""
-    # those with about as many relevant items come together: padding costs little
+def count_against_gallery(
+    queries: EmbeddingRows,
+    gallery: EmbeddingRows,
+    relevance: RelevantPairs,
+    *,
+    memory_limit: int,
+    progress: ProgressCounter,
+) -> Iterator[RankCounts]:
+    """Count queries that have a positive against a gallery, which is read once per group of queries."""
+    # queries with similar numbers of positives go together, which keeps padding small
     order = np.argsort(relevance.num_relevant, kind="stable")
     order = order[relevance.num_relevant[order] > 0]
     side = tile_side(queries.device)
     height = row_tile(len(order), side)
     chunks = [order[chunk] for chunk in split(len(order), height)]
-    held = [pair_bytes(height, relevance.num_relevant[chunk].max()) + height * queries.dim * 4 for chunk in chunks]
-    workers = Workers(queries.device, (height, side))
+    chunk_bytes = [pair_bytes(height, relevance.num_relevant[chunk].max()) + height * queries.dim * 4 for chunk in chunks]
+    workers = TileWorkers(queries.device, (height, side))
 
-    def seek(i: int) -> _Chunk:
-        return _Chunk(queries, gallery, relevance, chunks[i], workers.scratch)
+    def score_positives(i: int) -> _QueryChunk:
+        return _QueryChunk(queries, gallery, relevance, chunks[i], workers.scratch)
 
-    def count(task: tuple[_Chunk, Tensor, slice]) -> int:
-        member, tile, columns = task
-        member.count(tile, columns, workers.scratch)
-        return len(member.query) * _length(columns)
+    def count(task: tuple[_QueryChunk, Tensor, slice]) -> int:
+        chunk, tile, columns = task
+        chunk.count(tile, columns, workers.scratch)
+        return len(chunk.query) * _length(columns)
 
-    for group in groups_within(held, budget):
+    for group in groups_within(chunk_bytes, memory_limit):
         with workers:
-            members = list(workers.map(seek, group))
+            members = list(workers.map(score_positives, group))
             for block in gallery.blocks(side):
                 tiles = gallery.padded(block, side).split(side)
-                panels = split(block.stop, side, block.start)
-                tasks = [(member, *tile) for member in members for tile in zip(tiles, panels, strict=True)]
+                columns = split(block.stop, side, block.start)
+                tasks = [(member, *tile) for member in members for tile in zip(tiles, columns, strict=True)]
                 for scores in workers.map(count, tasks):
-                    tick(scores)
+                    progress.add(scores)
         for member in members:
-            yield member.sought.ahead(member.query)
+            yield member.positives.rank_counts(member.query)
 
 
-class _Chunk:
-    """A few queries, what they look for and what is hidden from them."""
+class _QueryChunk:
+    """Some queries, the counts of their positives and the candidates hidden from them."""
 
-    def __init__(self, queries: Rows, gallery: Rows, relevance: Relevance, query: Index, scratch: Tensor) -> None:
+    def __init__(
+        self, queries: EmbeddingRows, gallery: EmbeddingRows, relevance: RelevantPairs, query: Index, scratch: Tensor
+    ) -> None:
         self.query = query
         self.rows = queries.padded(query, len(scratch))
         row, candidate = relevance.relevant(query)
-        gone_row, gone = relevance.removed(query)
-        self.sought = Sought(self._relevant(gallery, row, candidate, relevance.num_relevant[query], scratch))
-        hidden_row, hidden = np.concatenate((row, gone_row)), np.concatenate((candidate, gone))
+        excluded_row, excluded = relevance.excluded(query)
+        scores, valid = self._positive_scores(gallery, row, candidate, relevance.num_relevant[query], scratch)
+        self.positives = PositiveCounts(scores, valid)
+        hidden_row, hidden = np.concatenate((row, excluded_row)), np.concatenate((candidate, excluded))
         by_candidate = np.argsort(hidden, kind="stable")
         self.hidden = hidden[by_candidate]
         self.hidden_row = torch.from_numpy(hidden_row[by_candidate]).to(scratch.device)
         self.hidden_at = torch.from_numpy(self.hidden).to(scratch.device)
 
-    def _relevant(
-        self, gallery: Rows, row: Index, candidate: Index, num_relevant: Index, scratch: Tensor
+    def _positive_scores(
+        self, gallery: EmbeddingRows, row: Index, candidate: Index, num_relevant: Index, scratch: Tensor
     ) -> tuple[Tensor, Tensor]:
         height, side = scratch.shape
-        wanted, place = np.unique(candidate, return_inverse=True)
+        columns, column = np.unique(candidate, return_inverse=True)
         step = np.arange(len(row)) - np.repeat(np.cumsum(num_relevant) - num_relevant, num_relevant)
         scores = scratch.new_full((height, int(num_relevant.max())), torch.inf)
-        by_place = np.argsort(place, kind="stable")
-        for panel in split(len(wanted), side):
-            torch.mm(self.rows, gallery.padded(wanted[panel], side).t(), out=scratch)
-            edges = np.searchsorted(place[by_place], (panel.start, panel.stop))
-            pairs = by_place[edges[0] : edges[1]]
-            r, at, s = (torch.from_numpy(values[pairs]).to(scratch.device) for values in (row, place - panel.start, step))
+        by_column = np.argsort(column, kind="stable")
+        for block in split(len(columns), side):
+            torch.mm(self.rows, gallery.padded(columns[block], side).t(), out=scratch)
+            edges = np.searchsorted(column[by_column], (block.start, block.stop))
+            pairs = by_column[edges[0] : edges[1]]
+            r, at, s = (torch.from_numpy(values[pairs]).to(scratch.device) for values in (row, column - block.start, step))
             scores[r, s] = scratch[r, at]
         valid = np.arange(scores.shape[1]) < np.pad(num_relevant, (0, height - len(num_relevant)))[:, None]
         return scores, torch.from_numpy(valid).to(scratch.device)
@@ -298,79 +328,80 @@ class _Chunk:
         if first < last:
             tile[self.hidden_row[first:last], self.hidden_at[first:last] - columns.start] = -torch.inf
         tile[:, _length(columns) :] = -torch.inf
-        self.sought.count(tile)
+        self.positives.add(tile)
 
 
-class Sought:
-    """Scores of relevant items, and how many irrelevant candidates have reached each so far."""
+class PositiveCounts:
+    """Scores of positives, and the irrelevant candidates at or above each that were counted so far."""
 
-    def __init__(self, scores_and_valid: tuple[Tensor, Tensor]) -> None:
-        scores, self.valid = scores_and_valid
+    def __init__(self, scores: Tensor, valid: Tensor) -> None:
+        self.valid = valid
         self.thresholds, self.lock = Thresholds(scores), Lock()
-        # a hidden candidate reaches nothing, and to ask makes the tables before several threads want them
-        self.reached = self.thresholds.reached_by(scores.new_full((len(scores), 1), -torch.inf)).long()
+        # counting a hidden candidate, which gives zeros, builds the tables before several threads need them
+        self.counts = self.thresholds.reached_by(scores.new_full((len(scores), 1), -torch.inf)).long()
 
-    def count(self, tile: Tensor) -> None:
-        reached = self.thresholds.reached_by(tile)
+    def add(self, tile: Tensor) -> None:
+        """Count the candidates of a tile [B, Z]."""
+        counts = self.thresholds.reached_by(tile)
         with self.lock:
-            self.reached += reached
+            self.counts += counts
 
-    def ahead(self, query: Index) -> Ahead:
-        """The counts of real queries that have something to find."""
+    def rank_counts(self, query: Index) -> RankCounts:
+        """The counts of those of the queries that have a positive."""
         valid = self.valid[: len(query)]
         some = valid.any(dim=1)
-        return Ahead(query[some.cpu().numpy()], self.reached[: len(query)][some], valid[some])
+        return RankCounts(query[some.cpu().numpy()], self.counts[: len(query)][some], valid[some])
 
 
-def by_kernels(
-    queries: Rows,
-    candidates: Rows | None,
+def count_with_kernels(
+    queries: EmbeddingRows,
+    candidates: EmbeddingRows | None,
     labels: Tensor,
     ref_labels: Tensor | None,
-    own: Tensor | None,
+    self_index: Tensor | None,
     *,
-    budget: int,
-    tick: Tick,
-) -> Iterator[Ahead]:
-    """What the others count, by fused kernels. Without `candidates` the queries are ranked among themselves."""
+    memory_limit: int,
+    progress: ProgressCounter,
+) -> Iterator[RankCounts]:
+    """The same counts by fused kernels. Without `candidates` the queries are ranked among themselves."""
     device = queries.device
     if candidates is None:
-        ref_labels, own = labels, torch.arange(len(labels))
+        ref_labels, self_index = labels, torch.arange(len(labels))
     assert ref_labels is not None, "a gallery has labels"
-    relevance = SameLabel(labels.numpy(), ref_labels.numpy(), None if own is None else own.numpy())
+    relevance = SameLabelPairs(labels.numpy(), ref_labels.numpy(), None if self_index is None else self_index.numpy())
     order = np.argsort(relevance.num_relevant, kind="stable")
     order = order[relevance.num_relevant[order] > 0]
-    everyone = (queries if candidates is None else candidates).take(slice(0, len(ref_labels)))
-    # the kernels tile on their own: chunks are only what groups are made of
+    all_candidates = (queries if candidates is None else candidates).take(slice(0, len(ref_labels)))
+    # the kernels choose their own tiles: chunks only make up groups
     chunks = split(len(order), tile_side(device))
-    held = [_length(chunk) * int(relevance.num_relevant[order[chunk.stop - 1]]) * PAIR_BYTES for chunk in chunks]
+    chunk_bytes = [_length(chunk) * int(relevance.num_relevant[order[chunk.stop - 1]]) * PAIR_BYTES for chunk in chunks]
     ranker = Exact()
-    for group in groups_within(held, budget):
+    for group in groups_within(chunk_bytes, memory_limit):
         part = order[chunks[group[0]].start : chunks[group[-1]].stop]
         index = torch.from_numpy(part)
-        some = everyone[index.to(device)] if candidates is None else queries.take(part)
+        some = all_candidates[index.to(device)] if candidates is None else queries.take(part)
         lists = LabelLists.build(
-            labels[index].to(device), ref_labels.to(device), None if own is None else own[index].to(device)
+            labels[index].to(device), ref_labels.to(device), None if self_index is None else self_index[index].to(device)
         )
-        door = fused_door(lists, device, "high", unit_rows=queries.normalize)(some, everyone)
+        door = fused_door(lists, device, "high", unit_rows=queries.normalize)(some, all_candidates)
         relevant = [door.relevant(chunk) for chunk in range(len(door.chunks))]
         counts = door.count(ranker, [ranker.prepare(items, 0) for items in relevant], 0)
         query = part[lists.query_order.cpu().numpy()]
         for chunk, items, count in zip(door.chunks, relevant, counts, strict=True):
-            yield Ahead(query[chunk], count, items.valid)
-        tick(len(part) * len(everyone))
+            yield RankCounts(query[chunk], count, items.valid)
+        progress.add(len(part) * len(all_candidates))
 
 
-def groups_within(held: Sequence[int], budget: int) -> Iterator[range]:
-    """Neighbouring chunks that together hold no more bytes than the budget, or one chunk that holds more."""
+def groups_within(chunk_bytes: Sequence[int], memory_limit: int) -> Iterator[range]:
+    """Consecutive chunks that together fit in the limit, or one chunk that alone exceeds it."""
     start, total = 0, 0
-    for i, size in enumerate(held):
-        if i > start and total + size > budget:
+    for i, size in enumerate(chunk_bytes):
+        if i > start and total + size > memory_limit:
             yield range(start, i)
             start, total = i, 0
         total += size
-    if held:
-        yield range(start, len(held))
+    if chunk_bytes:
+        yield range(start, len(chunk_bytes))
 
 
 def _length(piece: slice) -> int:
@@ -378,6 +409,6 @@ def _length(piece: slice) -> int:
 
 
 def _ragged(sizes: NDArray[np.int64]) -> tuple[Index, Index]:
-    """For rows of these sizes after another: which row an entry is in, and its place there."""
+    """Row of each entry of a ragged array with these row sizes, and its position in the row."""
     row = np.repeat(np.arange(len(sizes)), sizes)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)

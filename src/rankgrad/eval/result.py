@@ -1,4 +1,4 @@
-"""What an evaluation found: metrics by name, the values of every query behind them, and the protocol they belong to."""
+"""Result of an evaluation: metrics by name, the per-query values behind them, and their protocol."""
 
 import json
 import math
@@ -12,18 +12,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad._checks import check_choice
-from rankgrad.eval.bootstrap import bootstrap_intervals
+from rankgrad._checks import check_choice, check_count
 
 Index = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A way to turn embeddings into numbers. Values of two protocols are not to be compared, whatever the metric's name."""
+    """A way to turn embeddings into metrics. Values under different protocols cannot be compared."""
 
     name: str
-    rule: str  # who is a query, who is a candidate, who is left out, what is averaged
+    rule: str  # what is a query, what is a candidate, what is excluded, what is averaged
     used_for: str
     run: Callable[[Any], "Result"] = field(repr=False, compare=False)
 
@@ -32,18 +31,18 @@ class Protocol:
 class Result(Mapping[str, float]):
     """A mapping from metric names such as "R@1", "mAP" or "mAP[hard]" to means over queries, all in [0, 1].
 
-    Rows of `per_query` are the queries that had something to find, in the order of `query_index`. Queries without a relevant
-    candidate are in no mean; `skipped` counts them.
+    Rows of `per_query` are the queries that have a relevant candidate, in the order of `query_index`. Queries without one are
+    in no mean; `skipped` is their number.
     """
 
     protocol: Protocol
     columns: Mapping[str, str]  # metric -> column of per_query that it is the mean of
     per_query: Mapping[str, NDArray[Any]]
-    query_index: Index  # row of the embeddings that each query was
+    query_index: Index  # row of the embeddings that each query is
     labels: Index | None = None  # of the queries
     categories: Index | None = None
     skipped: int = 0
-    memory: int = 0  # bytes that were announced
+    memory: int = 0  # bytes that `expected_memory` predicted
     deviations: Mapping[str, float] = field(default_factory=dict)  # between repeats, where the protocol repeats
     notes: tuple[str, ...] = ()
     neighbours: tuple[Index, NDArray[np.float32]] | None = None  # [Q, k] candidates and their scores, best first
@@ -69,20 +68,20 @@ class Result(Mapping[str, float]):
         return f"Result({self.protocol.name}, {len(self.query_index)} queries, {shown})"
 
     def queries(self, metric: str) -> int:
-        """How many queries the metric is the mean of."""
+        """Number of queries that the metric is the mean of."""
         return int((~np.isnan(self.per_query[self.columns[metric]])).sum())
 
     def intervals(
         self, level: float = 0.95, samples: int = 1000, seed: int = 0, *, by: Literal["query", "class"] = "query"
     ) -> dict[str, tuple[float, float]]:
-        """Bootstrap interval of every metric.
+        """Bootstrap confidence interval of every metric.
 
         Args:
-            level: share of the resampled means that the interval covers.
-            samples: how often the queries are resampled.
-            seed: of the draws.
-            by: "query" draws single queries and speaks about other queries of these classes; "class" draws whole classes
-                and speaks about other classes, which is wider where the queries of a class succeed and fail together.
+            level: confidence level.
+            samples: number of resamplings.
+            seed: seed of the resampling.
+            by: "query" resamples single queries, for statements about other queries of these classes; "class" resamples
+                whole classes, for statements about other classes, which is wider where queries of a class succeed together.
         """
         check_choice(by, ("query", "class"), name="by", caller="Result.intervals")
         units = self.query_index if by == "query" else self._labels_or_error("intervals by class")
@@ -91,11 +90,11 @@ class Result(Mapping[str, float]):
         return {metric: (float(low), float(high)) for metric, (low, high) in zip(self.columns, bounds, strict=True)}
 
     def by_class(self) -> dict[int, dict[str, float]]:
-        """The means over the queries of each label, and how many "queries" that are."""
+        """Means over the queries of each label, and the number of its "queries"."""
         return self._grouped(self._labels_or_error("by_class"))
 
     def by_category(self, names: Sequence[str] = ()) -> dict[str, dict[str, float]]:
-        """The means over the queries of each category, under its name where there is one, -1 being "unlabelled"."""
+        """Means over the queries of each category, by name where `names` has one; -1 is "unlabelled"."""
         if self.categories is None:
             raise ValueError("Result.by_category: no categories were given to the evaluation; pass categories=")
         return {
@@ -123,7 +122,7 @@ class Result(Mapping[str, float]):
         }
 
     def table(self, *, intervals: bool = False, level: float = 0.95) -> str:
-        """The metrics as text, the protocol's name above them."""
+        """Metrics as text, below the name of the protocol."""
         bounds = self.intervals(level) if intervals else {}
         width = max(map(len, self))
         lines = [f"{self.protocol.name}: {len(self.query_index):,} queries, {self.skipped:,} with nothing to find left out"]
@@ -147,14 +146,14 @@ class Result(Mapping[str, float]):
         extra: Mapping[str, Any] | None = None,
         samples: int = 1000,
     ) -> None:
-        """Writes result.json and queries.npz; a file that is there is replaced in one step.
+        """Write result.json and queries.npz; existing files are replaced atomically.
 
         Args:
-            folder: made if it does not exist.
-            split: name of the data, kept in result.json.
-            category_names: for the means per category.
+            folder: created if it does not exist.
+            split: name of the split, stored in result.json.
+            category_names: names for the means per category.
             extra: more entries of result.json, such as the root of the image paths.
-            samples: resamplings of the intervals.
+            samples: number of resamplings of the intervals.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -179,9 +178,38 @@ class Result(Mapping[str, float]):
             arrays["category"] = self.categories
         if self.neighbours is not None:
             arrays["neighbours"], arrays["scores"] = self.neighbours
-        # the values first: whoever finds the report finds them too
+        # the arrays first: where result.json exists they do too
         _replace(folder / "queries.npz", lambda path: np.savez(path, **arrays))
         _replace(folder / "result.json", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+
+
+def bootstrap_intervals(
+    values: NDArray[np.float64], units: NDArray[np.int64], *, level: float, samples: int, seed: int
+) -> NDArray[np.float64]:
+    """[M, 2] bootstrap percentile intervals of the column means of `values` [Q, M]; NaN entries are ignored.
+
+    Rows of one unit are resampled together, so rows that depend on each other belong to one unit.
+    """
+    check_count(samples, name="samples", caller="Result.intervals")
+    check_count(seed, name="seed", caller="Result.intervals", least=0)
+    if not 0 < level < 1:
+        raise ValueError(f"Result.intervals: level must be above 0 and below 1, got {level!r}")
+    unit = np.unique(units, return_inverse=True)[1]
+    count = int(unit.max()) + 1
+    counted = ~np.isnan(values)
+    weights = np.concatenate((np.where(counted, values, 0.0), counted), axis=1)
+    totals = np.zeros((count, weights.shape[1]))
+    np.add.at(totals, unit, weights)
+    rng = np.random.default_rng(seed)
+    # one sample at a time: all draws at once would be samples x queries
+    drawn = np.stack([np.bincount(rng.integers(count, size=count), minlength=count) @ totals for _ in range(samples)])
+    sums, sizes = np.split(drawn, 2, axis=1)
+    means = np.where(sizes > 0, sums / np.maximum(sizes, 1), np.nan)
+    tail = 50 * (1 - level)
+    bounds = np.full((values.shape[1], 2), np.nan)
+    some = (sizes > 0).any(axis=0)  # numpy warns about an empty column
+    bounds[some] = np.nanpercentile(means[:, some], (tail, 100 - tail), axis=0).T
+    return bounds
 
 
 def _mean(values: NDArray[Any]) -> float:
@@ -190,7 +218,7 @@ def _mean(values: NDArray[Any]) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: NaN, the mean of nothing, becomes null."""
+    """Value as JSON: NaN, the mean of nothing, becomes null."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

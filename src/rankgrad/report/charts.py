@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from rankgrad.report.markup import number, shortened, text
-from rankgrad.report.scales import Scale, span
-from rankgrad.report.svg import BOTTOM, HEIGHT, LEFT, LETTER, TOP, WIDTH, axes, below, box, figure, label, levels
+from rankgrad.report.svg import BOTTOM, HEIGHT, LEFT, LETTER, TOP, WIDTH, Scale, axes, below, box, figure, label, levels, span
 
 LABEL_LETTERS = 17
 BAR_LETTERS = 24

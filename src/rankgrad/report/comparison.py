@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad.eval.bootstrap import bootstrap_intervals
 from rankgrad.eval.metrics import COLUMN_OF
+from rankgrad.eval.result import bootstrap_intervals
 from rankgrad.report.markup import absent, element, paragraph, plural, text
 from rankgrad.report.run_reader import Evaluation, Index, Run
-from rankgrad.report.thumbnails import Pictures, answers, nearest_of, query_cell
+from rankgrad.report.thumbnails import Thumbnails, answers, nearest_of, query_cell
 
 SAMPLES = 1000
 LEVEL = 0.95
@@ -68,7 +68,7 @@ def differences(first: Evaluation, other: Evaluation, metrics: Sequence[str]) ->
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class WinsAndLosses:
     """Queries by their position whose first right answer moved, those that moved most first."""
 
     won: Index
@@ -77,7 +77,7 @@ class Exchange:
     lost_first: int
 
 
-def exchange(first: Evaluation, other: Evaluation) -> Exchange | None:
+def wins_and_losses(first: Evaluation, other: Evaluation) -> WinsAndLosses | None:
     """What `other` wins and loses against `first`; None where they answered different queries."""
     before, after = first.first_rank, other.first_rank
     if before is None or after is None or not same_queries(first, other):
@@ -85,7 +85,7 @@ def exchange(first: Evaluation, other: Evaluation) -> Exchange | None:
     # in proportion: from 2 to 1 is as far as from 200 to 100
     moved = np.nan_to_num(np.log(before) - np.log(after))
     order = np.argsort(-moved, kind="stable")
-    return Exchange(
+    return WinsAndLosses(
         won=order[moved[order] > 0],
         lost=order[::-1][moved[order[::-1]] < 0],
         won_first=int(((before > 1) & (after == 1)).sum()),
@@ -93,14 +93,14 @@ def exchange(first: Evaluation, other: Evaluation) -> Exchange | None:
     )
 
 
-def won_and_lost(first: Run, others: Sequence[Run], split: str | None, pictures: Pictures) -> str:
+def won_and_lost(first: Run, others: Sequence[Run], split: str | None, pictures: Thumbnails) -> str:
     """For each other run, what it wins and loses against the first."""
     base = first.evaluation(split)
     parts = []
     for other in others:
         parts.append(element("h3", text(f"{other.name} against {first.name}")))
         found = other.evaluation(split)
-        change = None if base is None or found is None else exchange(base, found)
+        change = None if base is None or found is None else wins_and_losses(base, found)
         if change is None or base is None or found is None:
             parts.append(absent("The two runs were not tested on the same queries and candidates, or a test is missing."))
             continue
@@ -112,7 +112,7 @@ def won_and_lost(first: Run, others: Sequence[Run], split: str | None, pictures:
     return "".join(parts)
 
 
-def _summary(change: Exchange, base: Evaluation) -> str:
+def _summary(change: WinsAndLosses, base: Evaluation) -> str:
     total = len(base.index) if base.index is not None else 0
     return (
         f"The first right answer comes earlier for {plural(len(change.won), 'query', 'queries')} and later for "
@@ -121,7 +121,7 @@ def _summary(change: Exchange, base: Evaluation) -> str:
     )
 
 
-def _rows(tests: Mapping[str, Evaluation], queries: Index, pictures: Pictures) -> str:
+def _rows(tests: Mapping[str, Evaluation], queries: Index, pictures: Thumbnails) -> str:
     (_, base), *_ = tests.items()
     chosen = _spread(base, queries)
     lists: dict[str, tuple[Index, NDArray[np.float32]]] = {}

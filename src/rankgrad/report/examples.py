@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from rankgrad.report.markup import absent, element, paragraph, percent, plural, shortened, text
 from rankgrad.report.run_reader import Evaluation, Index
-from rankgrad.report.thumbnails import RIGHT, WRONG, Pictures, nearest_of, retrieval_row
+from rankgrad.report.thumbnails import RIGHT, WRONG, Thumbnails, nearest_of, retrieval_row
 
 CONFUSIONS = 8
 
 
-def best_and_worst(evaluation: Evaluation, pictures: Pictures, *, each: int) -> str:
+def best_and_worst(evaluation: Evaluation, pictures: Thumbnails, *, each: int) -> str:
     """Rows of pictures: the best queries, the worst and some drawn at random, each class once."""
     first = evaluation.first_rank
     if evaluation.table is None or evaluation.index is None or first is None or not len(first):
@@ -143,7 +143,7 @@ def confusions(evaluation: Evaluation, most: int = CONFUSIONS) -> tuple[list[Con
     return found, len(query), within
 
 
-def confusion_cards(evaluation: Evaluation, pictures: Pictures) -> str:
+def confusion_cards(evaluation: Evaluation, pictures: Thumbnails) -> str:
     """Pairs of classes that are taken for each other, an example of each."""
     found = confusions(evaluation)
     if isinstance(found, str):
@@ -160,7 +160,7 @@ def confusion_cards(evaluation: Evaluation, pictures: Pictures) -> str:
     )
 
 
-def _card(evaluation: Evaluation, pair: Confusion, pictures: Pictures) -> str:
+def _card(evaluation: Evaluation, pair: Confusion, pictures: Thumbnails) -> str:
     assert evaluation.table is not None
     names: Sequence[str] = [shortened(label, 14) for label in pair.labels]
     return element(

@@ -1,22 +1,21 @@
 """The page about retrieval runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from rankgrad.report.comparison import won_and_lost
-from rankgrad.report.document import Section, document
+from rankgrad.report.comparison import differing_settings, won_and_lost
 from rankgrad.report.examples import best_and_worst, confusion_cards
 from rankgrad.report.headline import description, numbers, side_by_side
 from rankgrad.report.learning_curves import diagnostics, events, learning
-from rankgrad.report.markup import element, paragraph, text
-from rankgrad.report.provenance import hardware, missing, settings
+from rankgrad.report.markup import Cell, Section, absent, document, element, number, paragraph, table, text
 from rankgrad.report.retrieval_sections import categories, embedding_map, ranks
-from rankgrad.report.run_reader import Evaluation, Run
-from rankgrad.report.thumbnails import Pictures
+from rankgrad.report.run_reader import Evaluation, Run, float_of
+from rankgrad.report.thumbnails import Thumbnails
 
 ROWS_ALONE, ROWS_EACH = 5, 3
 
 
-def page(runs: Sequence[Run], *, split: str | None = None, pictures: Pictures | None = None) -> str:
+def page(runs: Sequence[Run], *, split: str | None = None, pictures: Thumbnails | None = None) -> str:
     """One HTML document about one run, or about several beside each other.
 
     Args:
@@ -24,13 +23,13 @@ def page(runs: Sequence[Run], *, split: str | None = None, pictures: Pictures | 
         split: the test that curves and pictures are of, by default "test" or the first there is.
         pictures: where thumbnails come from.
     """
-    pictures = pictures or Pictures()
+    pictures = pictures or Thumbnails()
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     about = description(runs[0]) if len(runs) == 1 else ", ".join(run.name for run in runs)
     return document(title, about, _sections(runs, split, pictures))
 
 
-def _sections(runs: Sequence[Run], split: str | None, pictures: Pictures) -> list[Section]:
+def _sections(runs: Sequence[Run], split: str | None, pictures: Thumbnails) -> list[Section]:
     alone = len(runs) == 1
     sections = [
         ("numbers", "Numbers", numbers(runs[0], split) if alone else side_by_side(runs)),
@@ -40,7 +39,7 @@ def _sections(runs: Sequence[Run], split: str | None, pictures: Pictures) -> lis
         ("categories", "Categories", categories(runs, split)),
     ]
     if not alone:
-        sections.append(("exchange", "Won and lost", won_and_lost(runs[0], runs[1:], split, pictures)))
+        sections.append(("wins", "Won and lost", won_and_lost(runs[0], runs[1:], split, pictures)))
     each = ROWS_ALONE if alone else ROWS_EACH
     sections += [
         ("queries", "Queries", _of_each(runs, split, lambda test: best_and_worst(test, pictures, each=each))),
@@ -62,3 +61,78 @@ def _of_each(runs: Sequence[Run], split: str | None, content: Callable[[Evaluati
             parts.append(element("h3", text(run.name), class_="run"))
         parts.append(content(test) if test else paragraph("Not tested yet.", class_="absent"))
     return "".join(parts)
+
+
+def shown(value: object) -> str:
+    """A setting as a command line takes it."""
+    if value is None:
+        return "\N{EN DASH}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(shown, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def settings(runs: Sequence[Run]) -> str:
+    """All settings of one run; of several those that differ."""
+    if not any(run.settings for run in runs):
+        return absent("recipe.json is missing, so the settings are not known.")
+    if len(runs) == 1:
+        found = runs[0].settings
+        recipe = runs[0].recipe
+        told = f"{recipe.get('name', 'unnamed')}: {recipe.get('what', '')}".rstrip(": ")
+        notes = recipe.get("notes")
+        remarks = [paragraph(text(note), class_="quiet") for note in notes] if isinstance(notes, list) else []
+        pairs = [element("div", element("dt", text(name)), element("dd", text(shown(value)))) for name, value in found.items()]
+        return paragraph(text(told)) + "".join(remarks) + element("dl", *pairs, class_="settings")
+    differing = differing_settings(runs)
+    if not differing:
+        return paragraph("The runs have the same settings.")
+    header: list[Cell] = ["setting", *(text(run.name) for run in runs)]
+    rows = [[text(name), *(text(shown(value)) for value in values)] for name, values in differing.items()]
+    same = len({name for run in runs for name in run.settings}) - len(differing)
+    return paragraph(f"Settings that differ; {same} others are the same.") + table(header, rows)
+
+
+def hardware(runs: Sequence[Run]) -> str:
+    """Machine, versions and command of each run, as its journal begins."""
+    parts = []
+    for run in runs:
+        started = run.entries("start", "resume")
+        if len(runs) > 1:
+            parts.append(element("h3", text(run.name)))
+        if not started:
+            parts.append(absent("The journal does not say where the run was made."))
+            continue
+        pairs = [element("div", element("dt", text(name)), element("dd", text(value))) for name, value in _facts(started[0])]
+        parts.append(element("dl", *pairs, class_="settings"))
+        command = started[0].get("command")
+        if isinstance(command, list):
+            parts.append(element("pre", text(" ".join(map(str, command)))))
+    return "".join(parts)
+
+
+def _facts(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
+    machine = entry.get("hardware")
+    versions = entry.get("versions")
+    facts = [("began", str(entry.get("time", ""))[:19].replace("T", " ") + " UTC")]
+    for name, value in machine.items() if isinstance(machine, Mapping) else ():
+        is_size = name == "gpu_memory" and isinstance(value, int)
+        facts.append((str(name), f"{value / 2**30:.0f} GiB" if is_size else shown(value)))
+    facts += [(str(name), str(value)) for name, value in versions.items()] if isinstance(versions, Mapping) else []
+    for name in ("parameters", "steps_per_epoch", "total_steps"):
+        if isinstance(entry.get(name), int):
+            facts.append((name.replace("_", " "), number(entry[name])))
+    data = entry.get("data")
+    for split, counts in data.items() if isinstance(data, Mapping) else ():
+        if isinstance(counts, Mapping):
+            facts.append((f"{split} data", ", ".join(f"{number(float_of(value))} {name}" for name, value in counts.items())))
+    return facts
+
+
+def missing(runs: Sequence[Run], remarks: Sequence[str]) -> str:
+    """What could not be read or shown; empty where there is nothing to say."""
+    told = [f"{run.name}: {problem}" if len(runs) > 1 else problem for run in runs for problem in run.problems]
+    items = [element("li", text(each)) for each in (*told, *remarks)]
+    return element("ul", *items) if items else ""

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rankgrad.eval.embedding_blocks import Rows
-from rankgrad.eval.evaluation import MEMORY_LIMIT
-from rankgrad.eval.metrics import Ranked
-from rankgrad.eval.rank_counts import SameLabel, against_gallery
+from rankgrad.eval.embedding_blocks import EmbeddingRows
+from rankgrad.eval.metrics import PositiveRanks
+from rankgrad.eval.rank_counts import MEMORY_LIMIT, ProgressCounter, SameLabelPairs, count_against_gallery
 from rankgrad.report.run_reader import Evaluation, Index
 
 MOST_QUERIES = 2000
@@ -18,7 +17,7 @@ RECALLS = np.arange(1, 101) / 100
 
 
 @dataclass(frozen=True, eq=False)
-class Positives:
+class RankStatistics:
     """All relevant items of some queries.
 
     Attributes:
@@ -51,7 +50,7 @@ def _short(value: int) -> str:
     return str(value) if value < 10_000 else f"{value / 1000:.0f}k"
 
 
-def positives(evaluation: Evaluation, most: int = MOST_QUERIES) -> Positives | str:
+def positives(evaluation: Evaluation, most: int = MOST_QUERIES) -> RankStatistics | str:
     """Ranks of all relevant items, counted again from the embeddings; or why that cannot be."""
     if evaluation.by_lists:
         return f"{evaluation.protocol}: the data set lists what is relevant to each query, and a run's folder does not hold it."
@@ -88,18 +87,18 @@ def _ranks(evaluation: Evaluation, asking: Index) -> Iterator[Index]:
     gallery = np.flatnonzero(table.is_gallery)
     place = np.full(len(table), -1)
     place[gallery] = np.arange(len(gallery))
-    relevance = SameLabel(table.classes[asking], table.classes[gallery], place[asking])
+    relevance = SameLabelPairs(table.classes[asking], table.classes[gallery], place[asking])
     everyone = embeddings if len(gallery) == len(table) else embeddings[gallery]
     queries, candidates = (
-        Rows.of([rows], device=torch.device("cpu"), normalize=True, name="embeddings", caller="report")
+        EmbeddingRows.from_arrays([rows], device=torch.device("cpu"), normalize=True, name="embeddings", caller="report")
         for rows in (embeddings[asking], everyone)
     )
-    for ahead in against_gallery(queries, candidates, relevance, budget=MEMORY_LIMIT, tick=lambda _: None):
-        ranked = Ranked.of(ahead.count, ahead.valid)
+    for found in count_against_gallery(queries, candidates, relevance, memory_limit=MEMORY_LIMIT, progress=ProgressCounter()):
+        ranked = PositiveRanks.from_counts(found.counts, found.valid)
         yield ranked.rank.masked_fill(~ranked.valid, 0).numpy()
 
 
-def _summed(parts: Iterator[Index] | list[Index], of: int) -> Positives:
+def _summed(parts: Iterator[Index] | list[Index], of: int) -> RankStatistics:
     seen, bins = 0, 1
     ranks, ideal = np.zeros(64, np.int64), np.zeros(64, np.int64)
     precision = np.zeros(len(RECALLS))
@@ -117,7 +116,7 @@ def _summed(parts: Iterator[Index] | list[Index], of: int) -> Positives:
     bins = int(used[-1]) + 1 if len(used) else 1
     if not seen:
         raise ValueError("no query has a relevant item")
-    return Positives(seen, of, ranks[:bins], ideal[:bins], precision / seen)
+    return RankStatistics(seen, of, ranks[:bins], ideal[:bins], precision / seen)
 
 
 def _bin(ranks: Index) -> Index:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rankgrad.report.charts import Bar, Dot, Series, bars, colour_of, dash_of, histogram, line, scatter
 from rankgrad.report.headline import every_metric
 from rankgrad.report.markup import absent, element, percent, plural
-from rankgrad.report.rank_statistics import RECALLS, Positives, bin_names, cut_offs, positives, sample, share_found
+from rankgrad.report.rank_statistics import RECALLS, RankStatistics, bin_names, cut_offs, positives, sample, share_found
 from rankgrad.report.run_reader import Evaluation, Run
 
 MOST_CATEGORIES = 40
@@ -30,7 +30,7 @@ def ranks(runs: Sequence[Run], split: str | None) -> str:
     if not tested:
         return absent("Nothing has been tested yet: `rankgrad eval RUN` does it.")
     found = [(place, run, positives(test)) for place, run, test in tested]
-    counted = [(place, run, each) for place, run, each in found if isinstance(each, Positives)]
+    counted = [(place, run, each) for place, run, each in found if isinstance(each, RankStatistics)]
     parts = []
     if counted:
         parts.append(_rank_histogram(runs, counted))
@@ -42,7 +42,7 @@ def ranks(runs: Sequence[Run], split: str | None) -> str:
     return element("div", *filter(None, parts), class_="charts") + "".join(remarks)
 
 
-def _seen(each: Positives) -> str:
+def _seen(each: RankStatistics) -> str:
     return f"{each.queries:,} of {each.of:,} queries, drawn at random" if each.queries < each.of else f"all {each.of:,} queries"
 
 
@@ -50,7 +50,7 @@ def _name(run: Run, runs: Sequence[Run]) -> str:
     return run.name if len(runs) > 1 else ""
 
 
-def _rank_histogram(runs: Sequence[Run], counted: Sequence[tuple[int, Run, Positives]]) -> str:
+def _rank_histogram(runs: Sequence[Run], counted: Sequence[tuple[int, Run, RankStatistics]]) -> str:
     bins = max(len(each.ranks) for _, _, each in counted)
     series = []
     for place, run, each in counted:
@@ -96,7 +96,7 @@ def _found_by(runs: Sequence[Run], tested: Sequence[tuple[int, Run, Evaluation]]
     )
 
 
-def _precision_by_recall(runs: Sequence[Run], counted: Sequence[tuple[int, Run, Positives]]) -> str:
+def _precision_by_recall(runs: Sequence[Run], counted: Sequence[tuple[int, Run, RankStatistics]]) -> str:
     series = [
         Series(_name(run, runs), (100 * RECALLS).tolist(), each.precision.tolist(), colour_of(place), dash_of(place))
         for place, run, each in counted

@@ -31,7 +31,7 @@ PREFERRED_SPLITS = ("test", "validation")
 
 
 @dataclass(frozen=True, eq=False)
-class Listed:
+class ItemTable:
     """The rows of table.csv: an image each."""
 
     name: str  # "omniglot/test"
@@ -72,7 +72,7 @@ class Evaluation:
     skipped: int
     notes: tuple[str, ...]
     queries: Mapping[str, NDArray[Any]]
-    table: Listed | None
+    table: ItemTable | None
     embeddings: NDArray[np.float32] | None
 
     @property
@@ -262,7 +262,7 @@ def float_of(value: Any) -> float:
         return math.nan
 
 
-def _table(path: Path, result: Mapping[str, Any], problems: list[str]) -> Listed | None:
+def _table(path: Path, result: Mapping[str, Any], problems: list[str]) -> ItemTable | None:
     if not _is_there(path, problems):
         return None
     try:
@@ -278,7 +278,7 @@ def _table(path: Path, result: Mapping[str, Any], problems: list[str]) -> Listed
     def flags(name: str) -> NDArray[np.bool_]:
         return np.array([row.get(name) != "0" for row in rows], dtype=np.bool_)
 
-    return Listed(
+    return ItemTable(
         name=str(result.get("table", "")),
         root=Path(str(result.get("root", ""))),
         paths=tuple(row["path"] or "" for row in rows),
@@ -289,7 +289,7 @@ def _table(path: Path, result: Mapping[str, Any], problems: list[str]) -> Listed
     )
 
 
-def _queries(path: Path, table: Listed | None, problems: list[str]) -> dict[str, NDArray[Any]]:
+def _queries(path: Path, table: ItemTable | None, problems: list[str]) -> dict[str, NDArray[Any]]:
     """Columns of the same length, `index` and `neighbours` being rows of the table."""
     if not _is_there(path, problems):
         return {}
@@ -324,7 +324,7 @@ def _fits(name: str, column: NDArray[Any]) -> bool:
     return column.dtype.kind in "biuf"
 
 
-def _embeddings(path: Path, table: Listed | None, problems: list[str]) -> NDArray[np.float32] | None:
+def _embeddings(path: Path, table: ItemTable | None, problems: list[str]) -> NDArray[np.float32] | None:
     """Left on disk: only what is looked at is read."""
     if not _is_there(path, problems):
         return None

@@ -13,7 +13,7 @@ from rankgrad.data.image_files import UnreadableImageError, read_guarded
 from rankgrad.data.table import path_complaint
 from rankgrad.eval import neighbours
 from rankgrad.report.markup import MINUS, element, plural, shortened, text
-from rankgrad.report.run_reader import Evaluation, Index, Listed
+from rankgrad.report.run_reader import Evaluation, Index, ItemTable
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -29,7 +29,7 @@ LABEL_LETTERS = 13
 RIGHT, WRONG = "\N{CHECK MARK}", "\N{MULTIPLICATION X}"
 
 
-class Pictures:
+class Thumbnails:
     """Makes <img> of rows of tables and remembers what it could not make.
 
     Args:
@@ -44,7 +44,7 @@ class Pictures:
         self._encoded: dict[tuple[str, str], str | None] = {}
         self._drawn: dict[str, NDArray[np.uint8]] | None = None
 
-    def of(self, table: Listed, row: int) -> str:
+    def of(self, table: ItemTable, row: int) -> str:
         """The picture of a row, or a frame with the file's name."""
         if row >= len(table):
             return _frame("distractor")
@@ -70,7 +70,7 @@ class Pictures:
             found.append(f"{plural(self.left_out, 'picture')} left out to keep the page small.")
         return found
 
-    def _encode(self, table: Listed, path: str) -> str | None:
+    def _encode(self, table: ItemTable, path: str) -> str | None:
         key = (str(table.root), path)
         if key not in self._encoded:
             try:
@@ -80,7 +80,7 @@ class Pictures:
                 self._encoded[key] = None
         return self._encoded[key]
 
-    def _jpeg(self, table: Listed, path: str) -> str:
+    def _jpeg(self, table: ItemTable, path: str) -> str:
         from PIL import Image
 
         if table.name.startswith("glyphs/"):
@@ -156,14 +156,14 @@ def nearest_of(evaluation: Evaluation, rows: Sequence[int], most: int = SHOWN) -
 
 
 def retrieval_row(
-    evaluation: Evaluation, query: int, near: Index, scores: NDArray[np.float32], pictures: Pictures, *, about: str
+    evaluation: Evaluation, query: int, near: Index, scores: NDArray[np.float32], pictures: Thumbnails, *, about: str
 ) -> str:
     """A query and its neighbours, those of its class marked by colour and sign."""
     asked = query_cell(evaluation, query, pictures, about)
     return element("div", asked, answers(evaluation, query, near, scores, pictures), class_="found")
 
 
-def query_cell(evaluation: Evaluation, query: int, pictures: Pictures, about: str) -> str:
+def query_cell(evaluation: Evaluation, query: int, pictures: Thumbnails, about: str) -> str:
     """The picture of a query with its label."""
     table, index = evaluation.table, evaluation.index
     assert table is not None
@@ -179,7 +179,7 @@ def query_cell(evaluation: Evaluation, query: int, pictures: Pictures, about: st
     )
 
 
-def answers(evaluation: Evaluation, query: int, near: Index, scores: NDArray[np.float32], pictures: Pictures) -> str:
+def answers(evaluation: Evaluation, query: int, near: Index, scores: NDArray[np.float32], pictures: Thumbnails) -> str:
     """The list of a query's neighbours, the best first."""
     table, index = evaluation.table, evaluation.index
     assert table is not None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import rankgrad as rg
 from rankgrad.data.samplers import InOrder
-from rankgrad.eval import evaluate, evaluate_divided
+from rankgrad.eval import evaluate, evaluate_sharded
 from rankgrad.runs.data_cache import DataCache, RunContext, Split
 from rankgrad.runs.recipe import Recipe
 from rankgrad.runs.retrieval_task import SubsetSampler, make_batches
@@ -138,7 +138,7 @@ def _computed(recipe: Recipe, context: RunContext, pixels: Tensor, labels: Tenso
     }
     ks = (1, 10)
     if processes.size > 1:
-        result = evaluate_divided(step.embeddings, labels[own], ks=ks)
+        result = evaluate_sharded(step.embeddings, labels[own], ks=ks)
     else:
         result = evaluate(step.embeddings, labels, ks=ks)
     metrics = {} if result is None else {name: result[name] for name in ("R@1", "mAP", "mAP@R")}

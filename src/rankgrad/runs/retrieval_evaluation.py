@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rankgrad.data.table import Table
-from rankgrad.eval import Result, evaluate_divided, evaluate_table, expected_memory
+from rankgrad.eval import Result, evaluate_sharded, evaluate_table, expected_memory
 from rankgrad.eval.embedding_blocks import Array
 from rankgrad.models import Embedder, embed_multiscale
 from rankgrad.runs.data_cache import WITH_DISTRACTORS, DataCache, RunContext, Split
@@ -72,7 +72,7 @@ def score_shares(embeddings: Array, table: Table, context: RunContext, **options
         name: None if (values := getattr(table, name)) is None else values[own]
         for name in ("is_query", "is_gallery", "categories")
     }
-    return evaluate_divided(embeddings, table.labels[own], **marks, device=context.device, **options)
+    return evaluate_sharded(embeddings, table.labels[own], **marks, device=context.device, **options)
 
 
 class RetrievalEvaluator:

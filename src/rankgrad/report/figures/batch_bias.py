@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import rankgrad as rg
-from rankgrad.report.figures.embeddings import glyph_components
-from rankgrad.report.figures.style import BODY, LEFT, Look, furnish, log_axis, say, slide
+from rankgrad.report.figures import glyph_components
+from rankgrad.report.figures.style import BODY, LEFT, Theme, annotate, log_axis, new_figure, style_axes
 
 # where the papers stand on this axis
 PAPERS = {128: "RaMBO's batch", 256: "FastAP's batch", 4096: "RS@k's batch"}
@@ -63,34 +63,34 @@ def estimate(embeddings: Tensor, labels: Tensor, *, sizes: tuple[int, ...], batc
     )
 
 
-def draw(numbers: BatchBias, look: Look) -> Figure:
+def draw(numbers: BatchBias, theme: Theme) -> Figure:
     """One curve that comes down to one line."""
-    with mpl.rc_context(look.settings):
+    with mpl.rc_context(theme.settings):
         size, seen = int(numbers.sizes[0]), float(numbers.mean[0])
-        figure = slide(
-            look,
+        figure = new_figure(
+            theme,
             f"A batch of {size} reports an mAP of {seen:.0%} where the full set has {numbers.full:.0%}",
             "the same embeddings measured inside mini-batches of growing size: mean and standard deviation over batches",
         )
         axes = figure.add_axes((LEFT, 0.125, 0.76, 0.63))
-        furnish(axes, look, x="items in the batch", y="exact mean Average Precision")
+        style_axes(axes, theme, x="items in the batch", y="exact mean Average Precision")
         sizes, mean = np.append(numbers.sizes, numbers.items), np.append(numbers.mean, numbers.full)
         spread = np.append(numbers.deviation, 0)
         log_axis(axes, sizes.tolist())
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlim(0.8 * sizes[0], sizes[-1])
         axes.set_ylim(0, 1.08)  # room for the label of a batch that scores nearly all
-        axes.axhline(numbers.full, color=look.ink, linewidth=2.2)
-        axes.fill_between(sizes, mean - spread, mean + spread, color=look.relevant, alpha=0.2, linewidth=0)
-        axes.plot(sizes, mean, color=look.relevant, marker="o", markersize=10, markeredgecolor=look.background, clip_on=False)
+        axes.axhline(numbers.full, color=theme.ink, linewidth=2.2)
+        axes.fill_between(sizes, mean - spread, mean + spread, color=theme.relevant, alpha=0.2, linewidth=0)
+        axes.plot(sizes, mean, color=theme.relevant, marker="o", markersize=10, markeredgecolor=theme.background, clip_on=False)
         for size, value in zip(sizes[:-1], mean[:-1], strict=True):
             batch = f"{value:.0%}" + (f"  {PAPERS[int(size)]}" if int(size) in PAPERS else "")
-            say(axes, (size, value), batch, look.relevant, xytext=(9, 15))
-        say(
+            annotate(axes, (size, value), batch, theme.relevant, xytext=(9, 15))
+        annotate(
             axes,
             (numbers.items, numbers.full),
             f"all {numbers.items:,}:\n{numbers.full:.1%}",
-            look.ink,
+            theme.ink,
             fontsize=BODY,
             xytext=(16, 0),
         )

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import rankgrad as rg
-from rankgrad.report.figures.embeddings import glyph_components
-from rankgrad.report.figures.style import Look, furnish, log_axis, name_ends, say, slide, three_panels
+from rankgrad.report.figures import glyph_components
+from rankgrad.report.figures.style import Theme, annotate, log_axis, name_ends, new_figure, style_axes, three_panels
 
 CLASSES_PER_BATCH, PER_CLASS = 64, 4
 DIMENSIONS = 32
@@ -119,33 +119,35 @@ def compute(
     )
 
 
-def draw(numbers: Bins, look: Look) -> Figure:
+def draw(numbers: Bins, theme: Theme) -> Figure:
     """The two sides of the trade-off, and what comes out of it."""
-    with mpl.rc_context(look.settings):
+    with mpl.rc_context(theme.settings):
         best = numbers.bins[int(numbers.recall_at_1.mean(axis=1).argmax())]
-        figure = slide(
-            look,
+        figure = new_figure(
+            theme,
             f"FastAP does best around {best} bins: near AP, and still a gradient",
             "a linear map trained with finer and finer histograms of scores; bands are the range over batches or seeds",
         )
         left, middle, right = three_panels(figure)
-        _curve(left, numbers.bins, numbers.error, look.ink)
-        furnish(left, look, title="More bins are closer to AP", x="bins of the histogram", y="error of FastAP against exact AP")
-        _curve(middle, numbers.bins, numbers.reached, look.other)
-        furnish(middle, look, title="and reach fewer scores", x="bins of the histogram", y="scores that get a gradient")
-        _curve(right, numbers.bins, numbers.recall_at_1, look.relevant)
-        _curve(right, numbers.bins, numbers.mean_average_precision, look.relevant, marker="s")
-        right.axhline(numbers.untrained_recall_at_1, color=look.muted, linewidth=1.8, linestyle=(0, (4, 3)))
-        furnish(right, look, title="so the best is between", x="bins of the histogram", y="retrieval of unseen characters")
+        _curve(left, numbers.bins, numbers.error, theme.ink)
+        style_axes(
+            left, theme, title="More bins are closer to AP", x="bins of the histogram", y="error of FastAP against exact AP"
+        )
+        _curve(middle, numbers.bins, numbers.reached, theme.other)
+        style_axes(middle, theme, title="and reach fewer scores", x="bins of the histogram", y="scores that get a gradient")
+        _curve(right, numbers.bins, numbers.recall_at_1, theme.relevant)
+        _curve(right, numbers.bins, numbers.mean_average_precision, theme.relevant, marker="s")
+        right.axhline(numbers.untrained_recall_at_1, color=theme.muted, linewidth=1.8, linestyle=(0, (4, 3)))
+        style_axes(right, theme, title="so the best is between", x="bins of the histogram", y="retrieval of unseen characters")
         for axes in (left, middle, right):
             axes.set_ylim(0)
             axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         ends = [
-            (float(numbers.recall_at_1[-1].mean()), "R@1", look.relevant),
-            (float(numbers.mean_average_precision[-1].mean()), "mAP", look.relevant),
+            (float(numbers.recall_at_1[-1].mean()), "R@1", theme.relevant),
+            (float(numbers.mean_average_precision[-1].mean()), "mAP", theme.relevant),
         ]
         name_ends(right, right.get_xlim()[1], ends)
-        say(right, (5, numbers.untrained_recall_at_1), "untrained R@1", look.muted, xytext=(0, -14))
+        annotate(right, (5, numbers.untrained_recall_at_1), "untrained R@1", theme.muted, xytext=(0, -14))
     return figure
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import rankgrad as rg
-from rankgrad.report.figures.style import LEFT, PANEL, SIZE, SMALL, Look, furnish, name_ends, slide
+from rankgrad.report.figures.style import LEFT, PANEL, SIZE, SMALL, Theme, name_ends, new_figure, style_axes
 
 ITEMS, RELEVANT = 8, 3
 REACH = 1.5
@@ -96,11 +96,11 @@ def _middles(count: int) -> Tensor:
     return (edges[1:] + edges[:-1]) / 2
 
 
-def draw(numbers: Landscape, look: Look) -> Figure:
+def draw(numbers: Landscape, theme: Theme) -> Figure:
     """Heights side by side with the way down, and the section through all of them underneath."""
-    with mpl.rc_context(look.settings):
-        figure = slide(
-            look,
+    with mpl.rc_context(theme.settings):
+        figure = new_figure(
+            theme,
             "A loss of ranks is a staircase; a larger λ bridges more of its steps",
             "mean rank of the relevant items over a section of score space, and the functions whose gradient RaMBO returns",
         )
@@ -112,15 +112,15 @@ def draw(numbers: Landscape, look: Look) -> Figure:
         width, tall = 0.195, 0.195 * SIZE[0] / SIZE[1]
         for column, (name, height) in enumerate(zip(names, heights, strict=True)):
             axes = figure.add_axes((LEFT + 0.2075 * column, 0.43, width, tall))
-            axes.set_title(name, loc="left", fontsize=PANEL, fontweight="bold", color=[look.ink, *look.shades][column])
+            axes.set_title(name, loc="left", fontsize=PANEL, fontweight="bold", color=[theme.ink, *theme.shades][column])
             picture = axes.imshow(height.T, cmap=colours, origin="lower", extent=(-REACH, REACH, -REACH, REACH), norm=limits)
             axes.axhline(0, color="white", linewidth=1.2, linestyle=(0, (4, 3)))
             _arrows(axes, numbers, column)
             axes.set_axis_off()
         scale = figure.colorbar(picture, cax=figure.add_axes((LEFT + 0.2075 * 3 + width + 0.0125, 0.43, 0.01, tall)))
         scale.outline.set_visible(False)
-        scale.ax.set_title("mean\nrank", loc="left", fontsize=SMALL, color=look.muted)
-        _section(figure, numbers, look)
+        scale.ax.set_title("mean\nrank", loc="left", fontsize=SMALL, color=theme.muted)
+        _section(figure, numbers, theme)
     return figure
 
 
@@ -139,12 +139,12 @@ def _arrows(axes: Axes, numbers: Landscape, column: int) -> None:
     axes.quiver(x, y, ways[:, 0], ways[:, 1], color="white", angles="xy", scale_units="xy", scale=scale, **shape)
 
 
-def _section(figure: Figure, numbers: Landscape, look: Look) -> None:
+def _section(figure: Figure, numbers: Landscape, theme: Theme) -> None:
     axes = figure.add_axes((LEFT, 0.11, 0.8175, 0.235))
-    furnish(axes, look, x="scores moved along the dashed line", y="mean rank along the dashed line")
-    axes.plot(numbers.side, numbers.exact_on_line, color=look.ink, drawstyle="steps-mid", linewidth=2.2)
-    ends = [(float(numbers.exact_on_line[-1]), "exact", look.ink)]
-    for lam, heights, colour in zip(numbers.lambdas, numbers.interpolated_on_line, look.shades, strict=True):
+    style_axes(axes, theme, x="scores moved along the dashed line", y="mean rank along the dashed line")
+    axes.plot(numbers.side, numbers.exact_on_line, color=theme.ink, drawstyle="steps-mid", linewidth=2.2)
+    ends = [(float(numbers.exact_on_line[-1]), "exact", theme.ink)]
+    for lam, heights, colour in zip(numbers.lambdas, numbers.interpolated_on_line, theme.shades, strict=True):
         axes.plot(numbers.side, heights, color=colour)
         ends.append((float(heights[-1]), f"λ = {lam:g}", colour))
     axes.set_xlim(-REACH, REACH)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import rankgrad as rg
-from rankgrad.report.figures.style import Look, furnish, say, slide, three_panels
+from rankgrad.report.figures.style import Theme, annotate, new_figure, style_axes, three_panels
 
 RELEVANT, IRRELEVANT = 6, 24
 
@@ -72,53 +72,53 @@ def compute(
     )
 
 
-def draw(numbers: Collapse, look: Look) -> Figure:
+def draw(numbers: Collapse, theme: Theme) -> Figure:
     """The paths of all scores without and with a margin, and what the two results are worth."""
-    with mpl.rc_context(look.settings):
-        figure = slide(
-            look,
+    with mpl.rc_context(theme.settings):
+        figure = new_figure(
+            theme,
             "Both rank perfectly; only with a margin do the scores stay apart",
             "scores under gradient descent with weight decay on RaMBO's recall loss, from the same start",
         )
         left, middle, right = three_panels(figure)
         reach = 1.08 * float(np.abs(numbers.scores).max())
-        for axes, margin, scores, colour in zip((left, middle), numbers.margins, numbers.scores, _colours(look), strict=True):
-            furnish(axes, look, title=_named(margin), colour=colour, x="step", y="score of each item")
-            _paths(axes, scores, reach, look)
+        for axes, margin, scores, colour in zip((left, middle), numbers.margins, numbers.scores, _colours(theme), strict=True):
+            style_axes(axes, theme, title=_named(margin), colour=colour, x="step", y="score of each item")
+            _paths(axes, scores, reach, theme)
         middle.tick_params(labelleft=False)
         last = numbers.scores.shape[1] - 1
-        say(left, (last, 0.3 * reach), "relevant", look.relevant)
-        say(left, (last, -0.3 * reach), "irrelevant", look.irrelevant)
-        _noise(right, numbers, look)
+        annotate(left, (last, 0.3 * reach), "relevant", theme.relevant)
+        annotate(left, (last, -0.3 * reach), "irrelevant", theme.irrelevant)
+        _noise(right, numbers, theme)
     return figure
 
 
-def _colours(look: Look) -> tuple[str, str]:
+def _colours(theme: Theme) -> tuple[str, str]:
     """Without and with a margin."""
-    return look.muted, look.other
+    return theme.muted, theme.other
 
 
 def _named(margin: float) -> str:
     return f"Margin {margin:g}" if margin else "No margin"
 
 
-def _paths(axes: Axes, scores: NDArray[np.float64], reach: float, look: Look) -> None:
-    axes.plot(scores[:, RELEVANT:], color=look.irrelevant, linewidth=1.3, alpha=0.75)
-    axes.plot(scores[:, :RELEVANT], color=look.relevant, linewidth=1.8)
+def _paths(axes: Axes, scores: NDArray[np.float64], reach: float, theme: Theme) -> None:
+    axes.plot(scores[:, RELEVANT:], color=theme.irrelevant, linewidth=1.3, alpha=0.75)
+    axes.plot(scores[:, :RELEVANT], color=theme.relevant, linewidth=1.8)
     last = len(scores) - 1
     axes.set_xlim(0, last)
     axes.set_ylim(-reach, reach)
     low, high = float(scores[-1, :RELEVANT].min()), float(scores[-1, RELEVANT:].max())
-    axes.plot((last, last), (low, high), color=look.ink, linewidth=4, clip_on=False, solid_capstyle="butt", zorder=4)
-    say(axes, (last, (low + high) / 2), f"gap {low - high:.2f}", look.ink)
+    axes.plot((last, last), (low, high), color=theme.ink, linewidth=4, clip_on=False, solid_capstyle="butt", zorder=4)
+    annotate(axes, (last, (low + high) / 2), f"gap {low - high:.2f}", theme.ink)
 
 
-def _noise(axes: Axes, numbers: Collapse, look: Look) -> None:
-    furnish(axes, look, title="When scores get noisy", x="standard deviation of the noise", y="mean Average Precision")
-    for margin, curve, colour in zip(numbers.margins, numbers.precision, _colours(look), strict=True):
+def _noise(axes: Axes, numbers: Collapse, theme: Theme) -> None:
+    style_axes(axes, theme, title="When scores get noisy", x="standard deviation of the noise", y="mean Average Precision")
+    for margin, curve, colour in zip(numbers.margins, numbers.precision, _colours(theme), strict=True):
         axes.plot(numbers.noise, curve, color=colour)
         middle = len(curve) // 2
-        say(axes, (numbers.noise[middle], curve[middle]), _named(margin).lower(), colour, xytext=(4, 14))
+        annotate(axes, (numbers.noise[middle], curve[middle]), _named(margin).lower(), colour, xytext=(4, 14))
     axes.set_xlim(0, numbers.noise[-1])
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.set_ylim(0, 1.02)

@@ -26,7 +26,7 @@ LEFT = 0.06
 
 
 @dataclass(frozen=True)
-class Look:
+class Theme:
     """Colours of a picture by what they mean."""
 
     background: str
@@ -67,7 +67,7 @@ class Look:
         }
 
 
-LIGHT = Look(
+LIGHT = Theme(
     background="#FFFFFF",
     ink="#16191D",
     muted="#59626E",
@@ -77,7 +77,7 @@ LIGHT = Look(
     other="#009E73",
     shades=("#4A9FDC", "#1B6DB0", "#0A3566"),
 )
-DARK = Look(
+DARK = Theme(
     background="#14171C",
     ink="#F3F5F7",
     muted="#AAB3BF",
@@ -89,11 +89,11 @@ DARK = Look(
 )
 
 
-def slide(look: Look, headline: str, explanation: str) -> Figure:
+def new_figure(theme: Theme, headline: str, explanation: str) -> Figure:
     """An empty figure with its finding in one line and what is seen in another."""
     figure = Figure(figsize=SIZE)
     figure.text(LEFT, 0.938, headline, fontsize=HEADLINE, fontweight="bold", va="center")
-    figure.text(LEFT, 0.876, explanation, fontsize=BODY, color=look.muted, va="center")
+    figure.text(LEFT, 0.876, explanation, fontsize=BODY, color=theme.muted, va="center")
     return figure
 
 
@@ -102,15 +102,15 @@ def three_panels(figure: Figure) -> list[Axes]:
     return [figure.add_axes((LEFT + 0.325 * column, 0.12, 0.225, 0.575)) for column in range(3)]
 
 
-def furnish(axes: Axes, look: Look, *, title: str = "", colour: str | None = None, x: str, y: str) -> None:
+def style_axes(axes: Axes, theme: Theme, *, title: str = "", colour: str | None = None, x: str, y: str) -> None:
     """Names of a panel and its axes, that of the heights upright above them, and lines to read heights by."""
     if title:
-        axes.set_title(title, loc="left", fontsize=PANEL, fontweight="bold", color=colour or look.ink, pad=38)
+        axes.set_title(title, loc="left", fontsize=PANEL, fontweight="bold", color=colour or theme.ink, pad=38)
     axes.annotate(
-        y, (0, 1), xytext=(0, 10), xycoords="axes fraction", textcoords="offset points", color=look.muted, fontsize=SMALL
+        y, (0, 1), xytext=(0, 10), xycoords="axes fraction", textcoords="offset points", color=theme.muted, fontsize=SMALL
     )
     axes.set_xlabel(x, fontsize=SMALL)
-    axes.grid(axis="y", color=look.grid, linewidth=1)
+    axes.grid(axis="y", color=theme.grid, linewidth=1)
     axes.spines["left"].set_visible(False)
 
 
@@ -122,7 +122,7 @@ def log_axis(axes: Axes, ticks: Sequence[int]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def say(axes: Axes, place: tuple[float, float], text: str, colour: str, **more: Any) -> None:
+def annotate(axes: Axes, place: tuple[float, float], text: str, colour: str, **more: Any) -> None:
     """A label at a point of the data, in the colour of what it names, with a rim that keeps lines away from it."""
     rim = withStroke(linewidth=4, foreground=axes.get_facecolor())
     options: dict[str, Any] = {"fontsize": SMALL, "fontweight": "bold", "ha": "left", "va": "center", "xytext": (8, 0), **more}
@@ -141,11 +141,11 @@ def name_ends(axes: Axes, end: float, names: Sequence[tuple[float, str, str]]) -
     stacked -= (stacked - heights).mean()
     stacked += max(low - stacked[0], 0) + min(high - stacked[-1], 0)
     for (_, text, colour), height in zip(rows, stacked, strict=True):
-        say(axes, (end, float(height)), text, colour)
+        annotate(axes, (end, float(height)), text, colour)
 
 
-def save(figure: Figure, path: Path, look: Look) -> None:
+def save(figure: Figure, path: Path, theme: Theme) -> None:
     """Write the picture; a file of the same numbers has the same bytes."""
     metadata: dict[str, Any] = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-    with mpl.rc_context(look.settings):
+    with mpl.rc_context(theme.settings):
         figure.savefig(path, dpi=DOTS, metadata=metadata)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import rankgrad as rg
-from rankgrad.report.figures.style import Look, furnish, log_axis, name_ends, say, slide, three_panels
+from rankgrad.report.figures.style import Theme, annotate, log_axis, name_ends, new_figure, style_axes, three_panels
 
 PAPER_KS = (1, 2, 4, 8, 16)
 
@@ -93,59 +93,63 @@ def compute(
     )
 
 
-def draw(numbers: Surrogate, look: Look) -> Figure:
+def draw(numbers: Surrogate, theme: Theme) -> Figure:
     """The two temperatures, and the gradient by rank."""
-    with mpl.rc_context(look.settings):
-        figure = slide(
-            look,
+    with mpl.rc_context(theme.settings):
+        figure = new_figure(
+            theme,
             "RS@k makes a slope of recall@k's step; several k reach more ranks",
             f"recall@{numbers.k} while a relevant item climbs past irrelevant ones, and the pull on it by its rank",
         )
         left, middle, right = three_panels(figure)
-        _recall(left, numbers, look, "Softer ranks, τ₂", numbers.tau_ranks, numbers.by_tau_rank, "τ₂")
-        _recall(middle, numbers, look, "Softer cut at k, τ₁", numbers.tau_cuts, numbers.by_tau_cut, "τ₁")
+        _recall(left, numbers, theme, "Softer ranks, τ₂", numbers.tau_ranks, numbers.by_tau_rank, "τ₂")
+        _recall(middle, numbers, theme, "Softer cut at k, τ₁", numbers.tau_cuts, numbers.by_tau_cut, "τ₁")
         middle.tick_params(labelleft=False)
-        say(left, (numbers.score[-1], -0.06), "irrelevant\nitems", look.irrelevant)
-        _gradients(right, numbers, look)
+        annotate(left, (numbers.score[-1], -0.06), "irrelevant\nitems", theme.irrelevant)
+        _gradients(right, numbers, theme)
     return figure
 
 
 def _recall(
     axes: Axes,
     numbers: Surrogate,
-    look: Look,
+    theme: Theme,
     title: str,
     taus: tuple[float, ...],
     curves: NDArray[np.float64],
     symbol: str,
 ) -> None:
-    furnish(axes, look, title=title, x="cosine of the relevant item", y=f"recall@{numbers.k}")
-    axes.plot(numbers.score, numbers.exact, color=look.ink, linewidth=2.2)
-    for curve, colour in zip(curves, look.shades, strict=True):
+    style_axes(axes, theme, title=title, x="cosine of the relevant item", y=f"recall@{numbers.k}")
+    axes.plot(numbers.score, numbers.exact, color=theme.ink, linewidth=2.2)
+    for curve, colour in zip(curves, theme.shades, strict=True):
         axes.plot(numbers.score, curve, color=colour)
     axes.plot(
-        numbers.others, np.full(len(numbers.others), -0.06), "|", color=look.irrelevant, markersize=11, markeredgewidth=1.8
+        numbers.others, np.full(len(numbers.others), -0.06), "|", color=theme.irrelevant, markersize=11, markeredgewidth=1.8
     )
     axes.set_xlim(numbers.score[0], numbers.score[-1])
     axes.set_ylim(-0.1, 1.03)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     names = [
-        (float(curve[-1]), f"{symbol} = {tau:g}", colour) for tau, curve, colour in zip(taus, curves, look.shades, strict=True)
+        (float(curve[-1]), f"{symbol} = {tau:g}", colour) for tau, curve, colour in zip(taus, curves, theme.shades, strict=True)
     ]
-    name_ends(axes, float(numbers.score[-1]), [(1.0, "exact", look.ink), *names])
+    name_ends(axes, float(numbers.score[-1]), [(1.0, "exact", theme.ink), *names])
 
 
-def _gradients(axes: Axes, numbers: Surrogate, look: Look) -> None:
-    furnish(axes, look, title="Where the gradient is", x="rank of the relevant item", y="|∂ loss / ∂ rank|")
+def _gradients(axes: Axes, numbers: Surrogate, theme: Theme) -> None:
+    style_axes(axes, theme, title="Where the gradient is", x="rank of the relevant item", y="|∂ loss / ∂ rank|")
     log_axis(axes, (1, 2, 4, 8, 16, 32))
-    for ks, curve, colour in zip(numbers.sets, numbers.gradients, [*look.shades, look.other], strict=True):
+    for ks, curve, colour in zip(numbers.sets, numbers.gradients, [*theme.shades, theme.other], strict=True):
         axes.plot(numbers.rank, curve, color=colour)
         top = int(curve.argmax())
         if len(ks) == 1:
-            say(axes, (numbers.rank[top], curve[top]), f"k = {ks[0]}", colour, xytext=(0, 12), ha="center" if top else "left")
+            annotate(
+                axes, (numbers.rank[top], curve[top]), f"k = {ks[0]}", colour, xytext=(0, 12), ha="center" if top else "left"
+            )
         else:
             axes.fill_between(numbers.rank, curve, color=colour, alpha=0.2, linewidth=0)
-            say(axes, (8, curve[np.abs(numbers.rank - 8).argmin()]), "k = " + ", ".join(map(str, ks)), colour, xytext=(-10, 16))
+            annotate(
+                axes, (8, curve[np.abs(numbers.rank - 8).argmin()]), "k = " + ", ".join(map(str, ks)), colour, xytext=(-10, 16)
+            )
     axes.set_xlim(1, 32)
     axes.set_ylim(0, 0.28)
 
