@@ -16,8 +16,8 @@ from PIL import Image
 
 from benchmarks.trials.corruption import damaged, put, replaced
 from benchmarks.trials.fuzz_case import Case
-from rankgrad.data.image_files import Decoding
-from rankgrad.data.image_store import open_images
+from rankgrad.data.image_cache import open_images
+from rankgrad.data.image_store import OnDemandImages
 from rankgrad.data.table import Table
 from rankgrad.runs.landmark_images import landmark
 
@@ -237,6 +237,6 @@ def _decode_once(table: Table, cache: Path | None, square: bool, skip: bool) -> 
 
 
 def _decode_when_shown(table: Table, square: bool) -> None:
-    images = Decoding(table, 16, side=SIDE, square=square, progress=False, workers=1)
+    images = OnDemandImages(table, 16, side=SIDE, square=square, progress=False, workers=1)
     for row in range(len(table)):
         images[row, (0.0, 0.0, float(SIDE), float(SIDE)), False]

@@ -17,13 +17,13 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from rankgrad.data import image_files
-from rankgrad.data import image_store as module
-from rankgrad.data.image_batches import Batches
-from rankgrad.data.image_files import Decoding, UnreadableImageError
-from rankgrad.data.image_store import Images, bytes_needed, open_images
-from rankgrad.data.preprocessing import AUGMENTS, Augment
-from rankgrad.data.samplers import ClassBalanced, InOrder
+from rankgrad.data import image_cache, image_files, image_store, prefetch
+from rankgrad.data.image_batches import ImageBatches
+from rankgrad.data.image_cache import open_images
+from rankgrad.data.image_files import UnreadableImageError
+from rankgrad.data.image_store import ImageBuffer, OnDemandImages, bytes_needed
+from rankgrad.data.preprocessing import Augment
+from rankgrad.data.samplers import ClassBalanced, Sequential
 from rankgrad.data.seeds import generator
 from rankgrad.data.table import Table
 
@@ -51,12 +51,12 @@ def folder(tmp_path):
 
 
 def store_of(arrays):
-    """`Images` of [H, W, 3] arrays."""
+    """`ImageBuffer` of [H, W, 3] arrays."""
     shapes = torch.tensor([array.shape[:2] for array in arrays])
     flat = torch.zeros(bytes_needed(shapes), dtype=torch.uint8)
     whole = np.concatenate([array.transpose(2, 0, 1).ravel() for array in arrays])
     flat[: len(whole)] = torch.from_numpy(whole)
-    return Images(flat, shapes)
+    return ImageBuffer(flat, shapes)
 
 
 def image_of(images, row):
@@ -158,15 +158,15 @@ def test_shrinking_averages():
 def test_chunks_make_no_difference(monkeypatch):
     store, index, boxes, flip = cases(40)
     together = store.crops(index, boxes, flip, 24)
-    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 1)
+    monkeypatch.setitem(image_store.CHUNK_BYTES, "cpu", 1)
     torch.testing.assert_close(store.crops(index, boxes, flip, 24), together, atol=1e-3, rtol=0)
 
 
 def test_both_ways_to_read_the_buffer_agree():
     flat = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=generator(0))
     starts = torch.randint(0, 4900, (7, 3, 11), generator=generator(1))
-    copied = module._runs_copied(flat, starts, 100)
-    assert torch.equal(copied, module._runs_gathered(flat, starts, 100))
+    copied = image_store._runs_copied(flat, starts, 100)
+    assert torch.equal(copied, image_store._runs_gathered(flat, starts, 100))
     assert torch.equal(copied[4, 2, 5], flat[starts[4, 2, 5] :][:100])
 
 
@@ -206,10 +206,10 @@ def test_crops_say_what_is_wrong(change, error, message):
 
 def test_images_check_their_buffer():
     shapes = torch.tensor([[4, 5]])
-    with pytest.raises(ValueError, match="flat must have 65 bytes for 1 images of these shapes, got 64"):
-        Images(torch.zeros(64, dtype=torch.uint8), shapes)
-    with pytest.raises(ValueError, match=r"flat must be one contiguous row of uint8, got torch.float32"):
-        Images(torch.zeros(65), shapes)
+    with pytest.raises(ValueError, match="flat must have 65 bytes for shapes of 1 images, got 64"):
+        ImageBuffer(torch.zeros(64, dtype=torch.uint8), shapes)
+    with pytest.raises(ValueError, match=r"flat must be contiguous 1-D uint8, got torch.float32"):
+        ImageBuffer(torch.zeros(65), shapes)
 
 
 @pytest.mark.parametrize("where", ["memory", "file"])
@@ -225,7 +225,7 @@ def test_decodes_as_torchvision_resizes(folder, tmp_path, where, square):
 
 def test_the_second_call_maps_the_file(folder, tmp_path, monkeypatch):
     first, _ = open_images(folder, side=24, cache=tmp_path / "cache", square=False)
-    monkeypatch.setattr(image_files.Decoder, "planes", None)
+    monkeypatch.setattr(image_files.ImageDecoder, "planes", None)
     second, table = open_images(folder, side=24, cache=tmp_path / "cache", square=False)
     assert torch.equal(first.flat, second.flat)
     assert torch.equal(first.shapes, second.shapes)
@@ -237,7 +237,8 @@ def test_another_process_reads_the_same_bytes(folder, tmp_path):
     images, _ = open_images(folder, side=24, cache=tmp_path / "cache", square=False)
     code = (
         "import sys, numpy as np; from pathlib import Path; from rankgrad.data.table import Table\n"
-        "from rankgrad.data.image_store import open_images; import rankgrad.data.image_files as d; d.Decoder.planes = None\n"
+        "from rankgrad.data.image_cache import open_images\n"
+        "import rankgrad.data.image_files as d; d.ImageDecoder.planes = None\n"
         "root, cache = map(Path, sys.argv[1:])\n"
         "table = Table('fake/train', root, tuple(f'{i}.png' for i in range(6)), np.arange(6))\n"
         "print(int(open_images(table, side=24, cache=cache, square=False)[0].flat.long().sum()))"
@@ -313,7 +314,7 @@ def test_a_damaged_cache_is_made_again(folder, tmp_path, how):
 
 def test_a_full_disk_is_said_beforehand(folder, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(image_cache.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(
         OSError, match=r"fake/train decoded takes 0\.0 MB, which cannot be written to .*: only 0\.0 MB are free"
     ):
@@ -325,7 +326,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(folder, tmp_path, monkeypatc
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module.os, "fsync", full)
+    monkeypatch.setattr(image_cache.os, "fsync", full)
     with pytest.raises(OSError, match=r"cannot be written to .*: No space left on device; nothing was left there"):
         open_images(folder, side=24, cache=tmp_path / "cache", square=False)
     assert not list((tmp_path / "cache").iterdir())
@@ -336,7 +337,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(folder, tmp_path, monkeypatc
 def test_a_real_limit_on_file_sizes_is_a_sentence(folder, tmp_path):
     code = (
         "import resource, signal, sys, numpy as np; from pathlib import Path; from rankgrad.data.table import Table\n"
-        "from rankgrad.data.image_store import open_images\n"
+        "from rankgrad.data.image_cache import open_images\n"
         "root, cache = map(Path, sys.argv[1:])\n"
         "table = Table('fake/train', root, tuple(f'{i}.png' for i in range(6)), np.arange(6))\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -357,7 +358,7 @@ def test_an_unwritable_cache_is_a_sentence(folder, tmp_path):
 
 
 def test_too_little_memory_is_said(folder, monkeypatch):
-    monkeypatch.setattr(module, "available_memory", lambda: 2000)
+    monkeypatch.setattr(image_cache, "available_memory", lambda: 2000)
     with pytest.raises(
         ValueError, match=r"fake/train decoded takes 0\.0 MB of memory and 0\.0 MB are free; give a cache folder"
     ):
@@ -365,19 +366,19 @@ def test_too_little_memory_is_said(folder, monkeypatch):
 
 
 def test_memory_is_known_here():
-    assert module.available_memory() is None or module.available_memory() > 2**20
+    assert image_store.available_memory() is None or image_store.available_memory() > 2**20
     store = store_of(RAGGED)
     assert store.fits_on("cpu")
-    assert not store.fits_on("cpu", share=1e-9) or module.available_memory() is None
+    assert not store.fits_on("cpu", share=1e-9) or image_store.available_memory() is None
 
 
 BAD = {
     "truncated.jpg": "cannot be read: .*truncated",
-    "text.jpg": "is no image that Pillow can read",
-    "empty.png": "is no image that Pillow can read",
+    "text.jpg": "is not an image that Pillow can read",
+    "empty.png": "is not an image that Pillow can read",
     "missing.png": "does not exist",
     "float.tif": "floating-point values of unknown range",
-    "stripe.png": "900 x 2 pixels are too long a stripe",
+    "stripe.png": "its aspect ratio is too large: 900 x 2 pixels",
     "broken.png": "cannot be read",
 }
 
@@ -413,12 +414,12 @@ def test_unreadable_images_can_be_left_out(bad, tmp_path, where):
     table = table_of(bad, names)
     cache = tmp_path / "cache" if where == "file" else None
     for _ in range(2):
-        with pytest.warns(UserWarning, match=r"left out 7 of 10 images that cannot be read:(\n  .*){7}$"):
+        with pytest.warns(UserWarning, match=r"skipped 7 of 10 images that cannot be read:(\n  .*){7}$"):
             images, kept = open_images(table, side=24, cache=cache, square=False, skip_bad=True)
         assert kept.paths == ("0.png", "1.png", "2.png")
         assert kept.labels.tolist() == [0, 8, 9]
         assert len(images) == 3
-        assert len(images.left_out) == 7
+        assert len(images.skipped) == 7
         clean, _ = open_images(kept, side=24, cache=None, square=False)
         for row in range(3):
             assert torch.equal(image_of(images, row), image_of(clean, row))
@@ -437,7 +438,7 @@ def test_nothing_readable_is_an_error(bad):
 
 def test_a_decompression_bomb_is_an_error_that_names_it(folder, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(UnreadableImageError, match=r"images/0\.png is too large to be an honest image: .*MAX_IMAGE_PIXELS"):
+    with pytest.raises(UnreadableImageError, match=r"images/0\.png is suspiciously large: .*MAX_IMAGE_PIXELS"):
         open_images(folder, side=24, cache=None, square=True)
 
 
@@ -495,7 +496,7 @@ def test_images_stand_upright_after_their_box_is_cut(folder, orientation):
 
 def test_a_box_outside_its_image_is_an_error(folder):
     table = table_of(folder.root, ["0.png"], boxes=np.array([[70.0, 0, 90, 30]]))
-    with pytest.raises(UnreadableImageError, match=r"0\.png: the box \(70, 0, 90, 30\) holds no pixel of the 60 x 40 image"):
+    with pytest.raises(UnreadableImageError, match=r"0\.png: the box \(70, 0, 90, 30\) lies outside the 60 x 40 image"):
         open_images(table, side=24, cache=None, square=False)
 
 
@@ -523,7 +524,7 @@ def test_says_what_is_wrong_with_its_arguments(folder):
 
 def test_progress_is_lines_where_there_is_no_terminal(folder, monkeypatch, capsys):
     clock = itertools.count(0, 4)
-    monkeypatch.setattr(image_files.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(prefetch.time, "monotonic", lambda: float(next(clock)))
     open_images(folder, side=24, cache=None, square=True)
     assert (
         capsys.readouterr().err
@@ -544,7 +545,9 @@ def classes(tmp_path):
 
 
 def batches_of(table, source, size=20, **settings):
-    return Batches(source, table.labels, ClassBalanced(table.labels, 8, 2, seed=1), AUGMENTS["recall-at-k"], size, **settings)
+    return ImageBatches(
+        source, table.labels, ClassBalanced(table.labels, 8, 2, seed=1), Augment("resized", flip=True), size, **settings
+    )
 
 
 def shown(batches, epoch=0, start=0):
@@ -602,7 +605,7 @@ def test_an_iterator_keeps_its_epoch(classes):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_decoding_shows_the_same_with_any_number_of_workers(classes):
     images, _ = open_images(classes, side=24, cache=None, square=False)
-    source = Decoding(classes, 20, side=24)
+    source = OnDemandImages(classes, 20, side=24)
     assert torch.equal(source.shapes, images.shapes)
     before = torch.get_rng_state()
     alone = shown(batches_of(classes, source), epoch=1)
@@ -617,7 +620,7 @@ def test_decoding_shows_the_same_with_any_number_of_workers(classes):
 
 
 def test_decoding_is_torchvisions_resized_crop(classes):
-    source = Decoding(classes, 20, side=24)
+    source = OnDemandImages(classes, 20, side=24)
     for row, box, flip in [(3, (2.0, 1.0, 20.0, 13.0), False), (9, (0.0, 3.0, 11.0, 20.0), True)]:
         with Image.open(classes.file(row)) as original:
             stored = v2.functional.resize(original.convert("RGB"), [24])
@@ -630,7 +633,7 @@ def test_decoding_is_torchvisions_resized_crop(classes):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_asks_the_run_to_stop_leaves_its_workers_to_it(classes, number):
-    source = Decoding(classes, 20, side=24)
+    source = OnDemandImages(classes, 20, side=24)
     alone = shown(batches_of(classes, source), epoch=1)
     batches = batches_of(classes, source, workers=1)
     batches.set_epoch(1)
@@ -643,23 +646,23 @@ def test_a_signal_that_asks_the_run_to_stop_leaves_its_workers_to_it(classes, nu
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_image_that_breaks_later_stops_decoding_with_its_path(classes, workers):
-    source = Decoding(classes, 20, side=24)
+    source = OnDemandImages(classes, 20, side=24)
     classes.file(7).write_text("gone bad")
-    with pytest.raises(UnreadableImageError, match=r"images/7\.png is no image that Pillow can read"):
+    with pytest.raises(UnreadableImageError, match=r"images/7\.png is not an image that Pillow can read"):
         shown(batches_of(classes, source, workers=workers))
 
 
 def test_decoding_finds_unreadable_images_at_once(classes):
     classes.file(7).write_text("gone bad")
-    with pytest.raises(UnreadableImageError, match=r"7\.png is no image"):
-        Decoding(classes, 20, side=24)
+    with pytest.raises(UnreadableImageError, match=r"7\.png is not an image"):
+        OnDemandImages(classes, 20, side=24)
     # a square needs no shapes
-    assert Decoding(classes, 20, side=24, square=True).shapes.tolist() == [[24, 24]] * 24
+    assert OnDemandImages(classes, 20, side=24, square=True).shapes.tolist() == [[24, 24]] * 24
 
 
 def test_evaluation_goes_through_the_table_in_order(classes):
     images, _ = open_images(classes, side=24, cache=None, square=False)
-    batches = Batches(images, classes.labels, InOrder(24, 7), AUGMENTS["center"], 21, dtype=torch.float32)
+    batches = ImageBatches(images, classes.labels, Sequential(24, 7), Augment("center"), 21, dtype=torch.float32)
     seen = list(batches)
     assert torch.cat([batch.indices for batch in seen]).tolist() == list(range(24))
     assert [len(batch.images) for batch in seen] == [7, 7, 7, 3]
@@ -678,9 +681,9 @@ def test_a_loop_may_be_left_early(classes):
 
 def test_batches_say_what_is_wrong(classes):
     images, _ = open_images(classes, side=24, cache=None, square=False)
-    with pytest.raises(ValueError, match="labels must be one per image, 24 of them, got 3"):
-        Batches(images, [0, 1, 2], InOrder(24, 4), AUGMENTS["center"], 20)
-    with pytest.raises(ValueError, match="size must be that of the Decoding source, 20, got 24"):
-        Batches(Decoding(classes, 20, side=24), classes.labels, InOrder(24, 4), AUGMENTS["center"], 24)
+    with pytest.raises(ValueError, match="labels must have one entry per image, 24, got 3"):
+        ImageBatches(images, [0, 1, 2], Sequential(24, 4), Augment("center"), 20)
+    with pytest.raises(ValueError, match="size must be that of its OnDemandImages, 20, got 24"):
+        ImageBatches(OnDemandImages(classes, 20, side=24), classes.labels, Sequential(24, 4), Augment("center"), 24)
     with pytest.raises(ValueError, match=r"position must be at most 3, the batches, got 4"):
         batches_of(classes, images).iterate(4)

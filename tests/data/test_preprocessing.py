@@ -1,15 +1,31 @@
-"""Boxes against torchvision's own draws: the same rules exactly where nothing is random, the same distribution where it is."""
+"""Single images against tables, to the last bit; boxes against torchvision's draws, exactly or in distribution."""
+
+import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy import stats
 from torchvision.transforms import v2
 
-from rankgrad.data.preprocessing import AUGMENTS, Augment, stored_side
+from rankgrad.data.image_batches import ImageBatches
+from rankgrad.data.image_cache import open_images
+from rankgrad.data.image_files import UnreadableImageError
+from rankgrad.data.preprocessing import Augment, Preprocessing
+from rankgrad.data.samplers import Sequential
 from rankgrad.data.seeds import generator
+from rankgrad.data.table import Table
 
 DRAWS = 4000
+AUGMENTS = {
+    "fastap": Augment("random", flip=True),
+    "recall-at-k": Augment("resized", flip=True),
+    "roadmap": Augment("resized", flip=True, scale=(0.16, 1.0)),
+    "center": Augment("center"),
+    "whole": Augment("center", share=1.0),
+}
 
 
 def shapes_of(height, width, count=DRAWS):
@@ -108,14 +124,14 @@ def test_the_generator_decides_everything(name):
 
 @pytest.mark.parametrize("size", [16, 28, 32, 64, 96, 100, 112, 160, 224, 299, 384])
 def test_a_stored_side_shows_exactly_the_size(size):
-    side = stored_side(size)
+    side = Preprocessing(size).stored_side
     boxes, _ = AUGMENTS["center"].draw(torch.tensor([[side, side], [side, 2 * side], [side + 5, side]]))
     assert (boxes[:, 2:] == size).all()
 
 
 def test_stored_sides_of_the_field():
-    assert stored_side(224) == 256
-    assert stored_side(112) == 128
+    assert Preprocessing(224).stored_side == 256
+    assert Preprocessing(112).stored_side == 128
 
 
 @pytest.mark.parametrize(
@@ -139,3 +155,112 @@ def test_says_what_is_wrong_with_a_draw():
         AUGMENTS["fastap"].draw(shapes_of(8, 8, 1))
     with pytest.raises(ValueError, match=r"shapes must be \[images, 2\], height and width, got shape \(3,\)"):
         AUGMENTS["center"].draw(torch.ones(3))
+
+
+def photograph(height, width, seed=0):
+    rng = np.random.default_rng(seed)
+    ramp = np.linspace(0, 200, height * width * 3).reshape(height, width, 3)
+    return (ramp + rng.integers(0, 55, ramp.shape)).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """Files of several kinds and shapes, one of them turned by EXIF."""
+    root = tmp_path_factory.mktemp("photographs")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(photograph(90, 61)).save(root / "a.png")
+    Image.fromarray(photograph(50, 120, 1)).save(root / "b.jpg", exif=exif)
+    Image.fromarray(photograph(33, 33, 2)).convert("L").save(root / "c.png")
+    Image.fromarray(photograph(45, 47, 3)).convert("P").save(root / "d.gif")
+    names = ("a.png", "b.jpg", "c.png", "d.gif")
+    return Table("fake/test", root, names, np.arange(4))
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize(("size", "stored_side"), [(24, 0), (20, 33), (31, 31)])
+def test_a_table_and_a_single_image_give_the_same_pixels(photographs, size, stored_side, square):
+    preprocess = Preprocessing(size, stored_side, square)
+    images, _ = open_images(photographs, side=preprocess.stored_side, cache=None, square=square)
+    batches = ImageBatches(images, photographs.labels, Sequential(4, 4), preprocess.augment(), size)
+    (batch,) = batches
+    for row in range(4):
+        path = photographs.file(row)
+        with Image.open(path) as opened:
+            ways = [str(path), path, path.read_bytes(), opened]
+            singles = [preprocess(way) for way in ways] + [preprocess.from_table(photographs, row)]
+        for single in singles:
+            assert single.dtype == torch.uint8
+            assert single.is_contiguous()
+            assert torch.equal(single, batch.images[row])
+
+
+def test_arrays_and_tensors_are_images_too():
+    preprocess, array = Preprocessing(24), photograph(40, 52)
+    wanted = preprocess(Image.fromarray(array))
+    tensor = torch.from_numpy(array).permute(2, 0, 1)
+    assert torch.equal(preprocess(array), wanted)
+    assert torch.equal(preprocess(tensor), wanted)
+    assert torch.equal(preprocess(np.dstack([array, array[..., :1]])), wanted)
+    grey = preprocess(array[..., 0])
+    assert torch.equal(grey, preprocess(tensor[0]))
+    assert torch.equal(grey, preprocess(tensor[:1]))
+    assert torch.equal(grey[0], wanted[0])
+
+
+def test_boxes_of_a_table_are_cropped_first(photographs):
+    boxes = np.full((4, 4), np.nan)
+    boxes[0] = (5, 10, 55, 80)
+    table = replace(photographs, boxes=boxes)
+    preprocess = Preprocessing(24)
+    assert torch.equal(preprocess.from_table(table, 0), preprocess(photograph(90, 61)[10:80, 5:55]))
+    assert torch.equal(preprocess.from_table(table, 1), preprocess.from_table(photographs, 1))
+
+
+def test_an_image_at_its_native_shape_is_shrunk_and_never_enlarged(photographs):
+    preprocess = Preprocessing(45, native_shape=True)
+    assert preprocess(photographs.file(0)).shape == (3, 45, 31)
+    assert preprocess(photographs.file(2)).shape == (3, 33, 33)
+    # without regard to EXIF
+    assert preprocess(photographs.file(1)).shape == (3, 19, 45)
+    assert torch.equal(preprocess(photographs.file(3).read_bytes()), preprocess.from_table(photographs, 3))
+    # a box is shrunk by as much as its file
+    boxes = np.tile(np.array([0.0, 0.0, 60.0, 40.0]), (4, 1))
+    assert preprocess.from_table(replace(photographs, boxes=boxes), 0).shape == (3, 20, 30)
+    pixels = Table("fake/pixels", photographs.root, ("a",), np.zeros(1, np.int64), pixels=photograph(90, 60)[None])
+    assert preprocess.from_table(pixels, 0).shape == (3, 45, 30)
+    with pytest.raises(ValueError, match="native shape are not cropped"):
+        preprocess.augment()
+
+
+def test_preprocessing_is_saved_and_read_back():
+    preprocess = Preprocessing(224, square=True)
+    assert preprocess.as_dict() == {"size": 224, "stored_side": 256, "square": True, "native_shape": False}
+    assert Preprocessing.from_dict(json.loads(json.dumps(preprocess.as_dict()))) == preprocess
+    with pytest.raises(ValueError, match="the settings must be native_shape, size, square, stored_side, got mean, size"):
+        Preprocessing.from_dict({"size": 224, "mean": 0})
+    with pytest.raises(ValueError, match=r"stored_side must be at least size \(224\), got 200"):
+        Preprocessing(224, 200)
+
+
+def test_says_what_is_wrong_with_an_image(tmp_path):
+    preprocess = Preprocessing(16)
+    Image.fromarray(photograph(90, 90)).save(tmp_path / "cut.jpg")
+    whole = (tmp_path / "cut.jpg").read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UnreadableImageError, match=r"cut.jpg cannot be read: .*truncated"):
+        preprocess(tmp_path / "cut.jpg")
+    with pytest.raises(UnreadableImageError, match=r"^the image cannot be read: .*truncated"):
+        preprocess(whole[: len(whole) // 2])
+    with pytest.raises(UnreadableImageError, match="the image is not an image that Pillow can read"):
+        preprocess(b"hello")
+    with pytest.raises(UnreadableImageError, match=r"none\.jpg does not exist"):
+        preprocess(str(tmp_path / "none.jpg"))
+    with Image.open(tmp_path / "cut.jpg") as opened, pytest.raises(UnreadableImageError, match="the image cannot be read"):
+        preprocess(opened)
+    with pytest.raises(ValueError, match=r"a Tensor must be uint8 \[H, W\], \[1, H, W\] or \[3, H, W\], got float32 of shape"):
+        preprocess(torch.rand(3, 8, 8))
+    with pytest.raises(ValueError, match=r"a ndarray must be uint8 .* got uint8 of shape \(3, 8, 8\)"):
+        preprocess(np.zeros((3, 8, 8), np.uint8))
+    with pytest.raises(TypeError, match="a path, bytes, a PIL image, an array or a tensor, got int"):
+        preprocess(3)

@@ -17,8 +17,8 @@ from rankgrad.data.glyphs import Glyphs
 from rankgrad.data.readers import READERS, check_data, read
 from rankgrad.data.readers import base as source_module
 from rankgrad.data.readers import builtin_glyphs as drawn_module
-from rankgrad.data.readers.base import DataSet, Size, Source
-from rankgrad.data.readers.list_files import MAX_LINE, Column, Problems, read_rows
+from rankgrad.data.readers.base import DataSet, ReaderContext, SplitSize
+from rankgrad.data.readers.list_files import MAX_LINE, Column, ReadErrors, read_rows
 from rankgrad.data.readers.roxford import read_ground_truth
 
 # images, classes and categories of each split of a tree of 6 classes and 5 images a class
@@ -294,19 +294,19 @@ def test_glyphs_carry_their_pixels(monkeypatch):
     assert data.protocols == {"test": "all-vs-all"}
 
 
-def complete(name: str, root: Path, sizes: dict[str, Size]) -> DataSet:
+def complete(name: str, root: Path, sizes: dict[str, SplitSize]) -> DataSet:
     """`read` without partial, as if `sizes` were what is published."""
     reader = dataclasses.replace(READERS[name], sizes={split: (size,) for split, size in sizes.items()})
-    return reader.load(Source(reader, root, partial=False))
+    return reader.load(ReaderContext(reader, root, partial=False))
 
 
 def test_a_complete_copy_needs_no_leave(built):
-    data = complete("sop", built["sop"], {"train": Size(30, 6), "test": Size(30, 6)})
+    data = complete("sop", built["sop"], {"train": SplitSize(30, 6), "test": SplitSize(30, 6)})
     assert data.notes == ()
-    test_size = Size(30, 6, queries=18)
-    assert "partial" not in " ".join(complete("inshop", built["inshop"], {"train": Size(30, 6), "test": test_size}).notes)
+    test_size = SplitSize(30, 6, queries=18)
+    assert "partial" not in " ".join(complete("inshop", built["inshop"], {"train": SplitSize(30, 6), "test": test_size}).notes)
     with pytest.raises(ValueError, match=r"test: 30 images of 6 classes, 18 of them queries, complete it has .* 17 of them"):
-        complete("inshop", built["inshop"], {"train": Size(30, 6), "test": Size(30, 6, queries=17)})
+        complete("inshop", built["inshop"], {"train": SplitSize(30, 6), "test": SplitSize(30, 6, queries=17)})
 
 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if not name.startswith(("folder", "csv"))])
@@ -485,7 +485,7 @@ def test_ten_problems_of_all_lists_come_in_one_error(tree):
     for split, damaged in (("train", range(2, 10)), ("test", range(2, 7))):
         for line in damaged:
             change(root / f"Stanford_Online_Products/Ebay_{split}.txt", line, "x")
-    with pytest.raises(ValueError, match="sop: 13 problems in its lists:") as caught:
+    with pytest.raises(ValueError, match="sop: 13 errors in its lists:") as caught:
         read("sop", root, partial=True)
     lines = str(caught.value).splitlines()
     assert len(lines) == 12
@@ -506,7 +506,7 @@ def test_a_bad_line_does_not_shift_the_numbers_of_later_ones(tree):
     root = tree("csv")
     change(root / "dataset.csv", 3, b"images/\xfc.jpg,a,train,,,")
     change(root / "dataset.csv", 6, "images/0_4.jpg,a,nowhere,,,")
-    with pytest.raises(ValueError, match=r"2 problems(?s:.*)csv:3: not UTF-8(?s:.*)csv:6: split must be"):
+    with pytest.raises(ValueError, match=r"2 errors(?s:.*)csv:3: not UTF-8(?s:.*)csv:6: split must be"):
         read("csv", root)
 
 
@@ -515,10 +515,10 @@ def test_a_huge_line_is_not_read_to_its_end(tmp_path, monkeypatch):
     with path.open("wb") as file:
         # sparse: a gigabyte that takes no space on disk
         file.truncate(1 << 30)
-    problems = Problems("toy")
-    assert len(read_rows(path, (Column("path", "path"),), problems)) == 0
+    errors = ReadErrors("toy")
+    assert len(read_rows(path, (Column("path", "path"),), errors)) == 0
     with pytest.raises(ValueError, match=r"list\.txt:1: the line is longer than 64 KiB"):
-        problems.settle()
+        errors.raise_if_any()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankgrad.data.samplers import CategoryHalf, CategoryHard, ClassBalanced, InOrder, WholeClass
+from rankgrad.data.category_samplers import CategoryHalf, CategoryHard
+from rankgrad.data.samplers import ClassBalanced, Sequential, WholeClass
 from rankgrad.data.seeds import derive, generator
 
 
@@ -39,7 +40,7 @@ def make(kind, seed=0):
         "whole": lambda: WholeClass(SMALL, 16, seed=seed),
         "hard": lambda: CategoryHard(SMALL, categories, 16, batches_per_pair=3, seed=seed),
         "half": lambda: CategoryHalf(SMALL, categories - 1, 16, seed=seed),
-        "order": lambda: InOrder(50, 7),
+        "order": lambda: Sequential(50, 7),
     }[kind]()
 
 

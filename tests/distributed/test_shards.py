@@ -10,10 +10,10 @@ from torch import nn
 
 import rankgrad as rg
 from rankgrad.cli.launch import _ending, _guilt, _sentence, without_flag
-from rankgrad.data.image_batches import Batches
-from rankgrad.data.image_store import Images
+from rankgrad.data.image_batches import ImageBatches
+from rankgrad.data.image_store import ImageBuffer
 from rankgrad.data.preprocessing import Augment
-from rankgrad.data.samplers import InOrder
+from rankgrad.data.samplers import Sequential
 from rankgrad.eval import evaluate, evaluate_sharded
 from rankgrad.ops import sources
 from rankgrad.train.checkpoints import RunFolder
@@ -81,11 +81,11 @@ def test_shares_are_contiguous_and_even(items, size):
 def test_processes_see_the_pixels_of_one():
     torch.manual_seed(0)
     pixels = torch.randint(256, (14, 3, 12, 12), dtype=torch.uint8)
-    images = Images(torch.cat((pixels.flatten(), torch.zeros(12, dtype=torch.uint8))), torch.full((14, 2), 12))
+    images = ImageBuffer(torch.cat((pixels.flatten(), torch.zeros(12, dtype=torch.uint8))), torch.full((14, 2), 12))
 
     def batches(part):
         augment = Augment("resized", flip=True)
-        found = Batches(images, np.arange(14), InOrder(14, 7), augment, 8, seed=4, part=part)
+        found = ImageBatches(images, np.arange(14), Sequential(14, 7), augment, 8, seed=4, shard=part)
         found.set_epoch(3)
         return list(found.iterate(1))
 
@@ -95,9 +95,9 @@ def test_processes_see_the_pixels_of_one():
     assert torch.equal(torch.cat([share.indices for share in shares]), indices)
     assert torch.equal(torch.cat([share.images for share in shares]), whole)
     assert torch.equal(torch.cat([share.labels for share in shares]), labels)
-    with pytest.raises(ValueError, match="the batch of step 1 has 7 images, which 8 processes cannot share"):
+    with pytest.raises(ValueError, match="the batch of step 1 has 7 images, too few for 8 processes"):
         batches((0, 8))
-    with pytest.raises(ValueError, match=r"part must be \(i, n\) with i from 0 to n - 1, got \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"shard must be \(i, n\) with i from 0 to n - 1, got \(2, 2\)"):
         batches((2, 2))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rankgrad import cli
-from rankgrad.data.image_files import Decoder, UnreadableImageError
+from rankgrad.data.image_files import ImageDecoder, UnreadableImageError
 from rankgrad.data.readers.roxford import _box
 from rankgrad.data.table import Table
 from rankgrad.models import ModelSpec, build_model
@@ -21,12 +21,12 @@ POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\
 
 
 def decoded(path):
-    return Decoder(Table("some/test", path.parent, (path.name,), np.zeros(1, np.int64)), 24, False).planes(0)
+    return ImageDecoder(Table("some/test", path.parent, (path.name,), np.zeros(1, np.int64)), 24, False).planes(0)
 
 
 def test_a_pipe_with_the_name_of_an_image_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "a.jpg")
-    with pytest.raises(UnreadableImageError, match=r"a\.jpg is no file"):
+    with pytest.raises(UnreadableImageError, match=r"a\.jpg is not a file"):
         decoded(tmp_path / "a.jpg")
     with pytest.raises(UnreadableImageError, match=r"b\.jpg does not exist"):
         decoded(tmp_path / "b.jpg")
@@ -38,7 +38,7 @@ def test_a_postscript_program_is_no_image_whatever_its_name(tmp_path):
     (tmp_path / "a.jpg").write_bytes(POSTSCRIPT)
     with Image.open(tmp_path / "a.jpg") as image:
         assert image.format == "EPS", "Pillow would hand it to Ghostscript"
-    with pytest.raises(UnreadableImageError, match=r"a\.jpg is no image that Pillow can read as one of JPEG, PNG"):
+    with pytest.raises(UnreadableImageError, match=r"a\.jpg is not an image that Pillow can read as one of JPEG, PNG"):
         decoded(tmp_path / "a.jpg")
 
 

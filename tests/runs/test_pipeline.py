@@ -334,7 +334,7 @@ def test_landmarks_are_shrunk_by_their_long_side_and_queries_with_their_image(tm
     assert query.shape == (25, 25, 3)
     assert query[:, 2:, 0].min() > 200
     (tmp_path / "0.jpg").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"0\.jpg is no image that Pillow can read"):
+    with pytest.raises(ValueError, match=r"0\.jpg is not an image that Pillow can read"):
         landmark(rows, 0, 50)
 
 

@@ -97,7 +97,7 @@ def test_unreadable_images_are_an_error_or_left_out_and_listed(images, network, 
     (images / "cats" / "1.JPG").write_bytes(whole[: len(whole) // 2])
     (images / "wild" / "cats" / "3.JPG").write_text("not an image")
     items = folder_of_images(images)
-    with pytest.raises(UnreadableImageError, match=r"(?s)1\.JPG cannot be read.*3\.JPG is no image.*--skip-bad"):
+    with pytest.raises(UnreadableImageError, match=r"(?s)1\.JPG cannot be read.*3\.JPG is not an image.*--skip-bad"):
         embed_images(network, items, tmp_path / "out", shown=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos"]
     said: list[str] = []

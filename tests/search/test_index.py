@@ -219,7 +219,7 @@ def test_search_refuses(searcher, data, tmp_path, capsys):
     with pytest.raises(FileNotFoundError, match="does not exist or is no file: name an image"):
         main_search([str(tmp_path / "none.jpg"), *index])
     (tmp_path / "text.jpg").write_text("text")
-    with pytest.raises(ValueError, match=r"text\.jpg is no image that Pillow can read"):
+    with pytest.raises(ValueError, match=r"text\.jpg is not an image that Pillow can read"):
         main_search([str(tmp_path / "text.jpg"), *index])
     with pytest.raises(SystemExit):
         main_search([str(data), *index, "-k", "0"])

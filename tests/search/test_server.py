@@ -104,7 +104,7 @@ WHOLE = encoded("JPEG", (400, 300))
         (png_head(20_000, 20_000), 413, "The image has too many pixels: at most 40 million are searched with."),
         (png_head(8_000, 8_000), 413, "This one has 8,000 x 8,000."),
         (png_head(300, 300), 422, "The image cannot be read"),
-        (encoded("PNG", (900, 10)), 422, "too long a stripe"),
+        (encoded("PNG", (900, 10)), 422, "aspect ratio is too large"),
     ],
 )
 def test_bad_uploads_are_answered_with_a_sentence(client, content, status, sentence):

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 import rankgrad as rg
-from rankgrad.data.image_batches import Batches
-from rankgrad.data.image_store import Images
+from rankgrad.data.image_batches import ImageBatches
+from rankgrad.data.image_store import ImageBuffer
 from rankgrad.data.preprocessing import Augment
-from rankgrad.data.samplers import ClassBalanced, InOrder
+from rankgrad.data.samplers import ClassBalanced, Sequential
 from rankgrad.runs.embedding import embed
 from rankgrad.train.checkpoints import RunFolder
 from rankgrad.train.loop import fit
@@ -25,7 +25,7 @@ def images():
     patterns = torch.randint(90, 166, (CLASSES, 3, SIDE, SIDE))
     pixels = (patterns[torch.from_numpy(LABELS)] + torch.randint(-90, 90, (len(LABELS), 3, SIDE, SIDE))).to(torch.uint8)
     flat = torch.cat((pixels.flatten(), torch.zeros(SIDE, dtype=torch.uint8)))
-    return Images(flat, torch.full((len(LABELS), 2), SIDE))
+    return ImageBuffer(flat, torch.full((len(LABELS), 2), SIDE))
 
 
 def network():
@@ -43,13 +43,13 @@ def network():
 
 def test_training_on_images_learns_and_resumes_exactly(images, tmp_path):
     def everything(model):
-        batches = Batches(images, LABELS, InOrder(len(LABELS), 20), Augment("center"), 14)
+        batches = ImageBatches(images, LABELS, Sequential(len(LABELS), 20), Augment("center"), 14)
         embeddings = embed(model, batches, shown=False)
         scores = (embeddings @ embeddings.t()).fill_diagonal_(-2)
         return {"R@1": float(np.mean(LABELS[scores.argmax(dim=1).numpy()] == LABELS))}
 
     def train(folder, steps, *, resume=False):
-        batches = Batches(images, LABELS, ClassBalanced(LABELS, 24, 4, seed=1), Augment("random", flip=True), 14, seed=2)
+        batches = ImageBatches(images, LABELS, ClassBalanced(LABELS, 24, 4, seed=1), Augment("random", flip=True), 14, seed=2)
         model = network()
         settings = TrainSettings(steps=steps, lr=3e-3, chunk_size=10, keep=1, tensorboard="off", evaluate_every=0)
         evaluators = {"validation": everything}

@@ -1,72 +1,56 @@
-"""Decoded images in one buffer, and batches of crops out of it, on the device where the buffer lies.
+"""Images ready to be cropped: decoded in one buffer, or decoded every time they are used.
 
     images, table = open_images(table, side=256, square=False, cache=Path("~/.cache/rankgrad").expanduser())
-    boxes, flip = AUGMENTS["recall-at-k"].draw(images.shapes[index], generator(seed, "augment", epoch, step))
+    boxes, flip = Augment("resized", flip=True).draw(images.shapes[index], generator(seed, "augment", epoch, step))
     pixels = images.crops(index, boxes, flip, size=224)
 
-Files are decoded once. Afterwards an epoch reads a flat file of bytes through the page cache, or, after `.to("cuda")`, none at
-all: 60,000 images of 256 x 256 take 11.8 GB.
+A batch of crops is made on the device that holds the buffer. An epoch reads a flat file of bytes through the page cache, or,
+after `.to("cuda")`, nothing at all: 60,000 images of 256 x 256 take 11.8 GB.
 """
 
-import contextlib
-import hashlib
-import os
-import re
-import shutil
-import tempfile
-import warnings
-import zipfile
-import zlib
-from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from rankgrad._checks import check_count, check_tensor, shape_of
-from rankgrad.data.image_files import Decoder, UnreadableImageError, in_order, with_progress
+from rankgrad.data.image_files import ImageDecoder, map_images, or_raise
+from rankgrad.data.prefetch import with_progress
 from rankgrad.data.table import Table
 
-try:
-    import fcntl
-except ImportError:  # on Windows, where nobody can delete a file that another has open
-    fcntl = None  # type: ignore[assignment]
-
-# changes whenever the same table and settings would give other bytes
-FORMAT = 1
-
-# bytes of float32 pixels resampled at once: what stays in a processor's caches, and enough to fill a GPU
+# bytes of float32 pixels resampled at once: fits a processor's caches, and enough to fill a GPU
 CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}
 
-# problems shown in one message, and after which decoding gives up
-SHOWN_PROBLEMS = 10
+Item: TypeAlias = tuple[int, tuple[float, float, float, float], bool]
+"""A row, its box (left, top, width, height), and whether it is mirrored."""
 
 
-class Images:
+class ImageBuffer:
     """Decoded images of any heights and widths.
 
     Args:
         flat: uint8, the images one after the other, each as [3, height, width], then at least as many bytes as the widest
             image is wide. In memory, mapped from a file, or on a GPU.
         shapes: [N, 2] int64 height and width, on the CPU.
-        left_out: one sentence for each image of the table that could not be read.
+        skipped: one sentence for each image of the table that could not be read.
     """
 
-    def __init__(self, flat: Tensor, shapes: Tensor, left_out: tuple[str, ...] = ()) -> None:
-        check_tensor(flat, name="flat", caller="Images")
-        check_tensor(shapes, name="shapes", caller="Images")
+    def __init__(self, flat: Tensor, shapes: Tensor, skipped: tuple[str, ...] = ()) -> None:
+        check_tensor(flat, name="flat", caller="ImageBuffer")
+        check_tensor(shapes, name="shapes", caller="ImageBuffer")
         if flat.dtype != torch.uint8 or flat.ndim != 1 or not flat.is_contiguous():
-            raise ValueError(f"Images: flat must be one contiguous row of uint8, got {flat.dtype} of shape {shape_of(flat)}")
+            raise ValueError(f"ImageBuffer: flat must be contiguous 1-D uint8, got {flat.dtype} of shape {shape_of(flat)}")
         if shapes.ndim != 2 or shapes.shape[1] != 2 or shapes.dtype != torch.int64:
-            raise ValueError(f"Images: shapes must be [N, 2] int64, got {shapes.dtype} of shape {shape_of(shapes)}")
+            raise ValueError(f"ImageBuffer: shapes must be [N, 2] int64, got {shapes.dtype} of shape {shape_of(shapes)}")
         self.shapes = shapes.cpu()
         sizes = 3 * self.shapes.prod(dim=1)
         wanted = bytes_needed(self.shapes)
         if len(flat) < wanted:
-            raise ValueError(f"Images: flat must have {wanted} bytes for {len(shapes)} images of these shapes, got {len(flat)}")
-        self.flat, self.left_out = flat, left_out
+            raise ValueError(f"ImageBuffer: flat must have {wanted} bytes for shapes of {len(shapes)} images, got {len(flat)}")
+        self.flat, self.skipped = flat, skipped
         self._offsets = sizes.cumsum(0) - sizes
 
     def __len__(self) -> int:
@@ -80,9 +64,9 @@ class Images:
     def nbytes(self) -> int:
         return len(self.flat)
 
-    def to(self, device: torch.device | str) -> "Images":
+    def to(self, device: torch.device | str) -> "ImageBuffer":
         """The same images on another device."""
-        return Images(self.flat.to(device), self.shapes, self.left_out)
+        return ImageBuffer(self.flat.to(device), self.shapes, self.skipped)
 
     def fits_on(self, device: torch.device | str, share: float = 0.5) -> bool:
         """Whether the buffer takes no more than `share` of the memory that is free there, which a model needs too."""
@@ -155,7 +139,7 @@ class Images:
     def _checked(
         self, index: Tensor, boxes: Tensor, flip: Tensor, size: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        caller = "Images.crops"
+        caller = "ImageBuffer.crops"
         check_count(size, name="size", caller=caller)
         if dtype not in {torch.float32, torch.uint8}:
             raise ValueError(f"{caller}: dtype must be torch.float32 or torch.uint8, got {dtype}")
@@ -234,239 +218,61 @@ def _weights(begin: Tensor, extent: Tensor, count: Tensor, window: int, size: in
 
 
 def bytes_needed(shapes: Tensor) -> int:
-    """Length of the buffer of `Images`."""
+    """Length of the buffer of `ImageBuffer`."""
     return int(3 * shapes.prod(dim=1).sum()) + (int(shapes[:, 1].max()) if len(shapes) else 0)
 
 
-def open_images(
-    table: Table,
-    *,
-    side: int,
-    cache: Path | None,
-    square: bool,
-    skip_bad: bool = False,
-    progress: bool = True,
-    workers: int | None = None,
-) -> tuple[Images, Table]:
-    """The images of a table, decoded now or at an earlier call, and the table of those that could be read.
+class OnDemandImages(Dataset[Tensor]):
+    """Images decoded every time they are used, for tables too large to keep decoded.
+
+    A map-style data set indexed by (row, box, flip): one `Augment` serves it and `ImageBuffer`, and the pixels agree to a
+    rounding of the last bit. `ImageBatches` uses it with worker processes.
 
     Args:
-        table: files or pixels; see `rankgrad.data.image_files` for what is done to them.
-        side: length of the short side, `stored_side(size)` for images shown at `size`.
-        cache: folder for the decoded bytes, which are then mapped and shared by all processes; None keeps them in memory.
-            The file's name stands for the list of files, their sizes and dates, and these settings, so a change makes a new
-            one; old ones may be deleted.
-        square: store side x side and give up the aspect ratio.
-        skip_bad: leave out images that cannot be read, with a warning that lists them; otherwise they are an error.
-        progress: show it on stderr when it takes more than two seconds.
-        workers: threads that decode; by default one per core, 16 at most.
+        table: files or pixels.
+        size: height and width of an item.
+        side: length of the short side (square: of both) to which an image is brought before its box is cut out.
+        square: whether the aspect ratio is given up.
+        shapes: [N, 2] heights and widths at `side`, when they are known; else the heads of all files are read now.
+        progress: show it on stderr when reading them takes more than two seconds.
+        workers: threads that read them; by default one per core, 16 at most.
     """
-    check_count(side, name="side", caller="open_images")
-    if workers is not None:
-        check_count(workers, name="workers", caller="open_images")
-    if not len(table):
-        raise ValueError(f"open_images: {table.name} has no images")
-    decoder = Decoder(table, side, square)
-    if cache is None:
-        opened = _decode_to_memory(decoder, skip_bad, progress, workers)
-    else:
-        path = cache / f"images-{_slug(table.name)}-{side}px{'-square' if square else ''}-{_fingerprint(decoder)}.u8"
-        found = _mapped(path)
-        opened = _decode_to_file(decoder, path, skip_bad, progress, workers) if found is None else found
-    images, rows = opened
-    if images.left_out:
-        if not skip_bad:
-            raise _complaint(table, images.left_out)
-        warnings.warn(f"open_images: left out {_listed(images.left_out, len(table))}", stacklevel=2)
-    return images, table if len(rows) == len(table) else table.select(rows)
 
+    def __init__(
+        self,
+        table: Table,
+        size: int,
+        *,
+        side: int,
+        square: bool = False,
+        shapes: Tensor | None = None,
+        progress: bool = True,
+        workers: int | None = None,
+    ) -> None:
+        check_count(size, name="size", caller="OnDemandImages")
+        self.size, self._decoder = size, ImageDecoder(table, side, square)
+        if shapes is None:
+            results = map_images(self._decoder.shape, range(len(table)), workers)
+            measured = with_progress(results, len(table), f"measuring {table.name}", progress)
+            shapes = torch.tensor([or_raise(shape) for _, shape in measured], dtype=torch.int64).reshape(-1, 2)
+        if shapes.shape != (len(table), 2):
+            raise ValueError(f"OnDemandImages: shapes must be [{len(table)}, 2], got shape {tuple(shapes.shape)}")
+        self.shapes = shapes
 
-def _decode_to_memory(
-    decoder: Decoder, skip_bad: bool, progress: bool, workers: int | None
-) -> tuple[Images, NDArray[np.int64]]:
-    needed = _estimate(decoder, skip_bad, progress, workers)
-    free = available_memory()
-    if free is not None and needed > free:
-        raise ValueError(
-            f"open_images: {decoder.table.name} decoded takes {_gigabytes(needed)} of memory and {_gigabytes(free)} are free; "
-            "give a cache folder, from which images are mapped, or lower side"
-        )
-    flat = torch.empty(needed, dtype=torch.uint8)
-    buffer, filled = flat.numpy(), 0
+    def __len__(self) -> int:
+        return len(self.shapes)
 
-    def store(planes: NDArray[np.uint8]) -> None:
-        nonlocal filled
-        buffer[filled : filled + planes.size] = planes.ravel()
-        filled += planes.size
+    def __getitem__(self, item: Item) -> Tensor:
+        """uint8 [3, size, size] of the box (left, top, width, height) of a row, mirrored or not."""
+        from PIL import Image
 
-    shapes, rows, left_out = _decode(decoder, store, skip_bad, progress, workers)
-    # the end is read, though never seen
-    flat[filled:].zero_()
-    return Images(flat, shapes, left_out), rows
-
-
-def _decode_to_file(
-    decoder: Decoder, path: Path, skip_bad: bool, progress: bool, workers: int | None
-) -> tuple[Images, NDArray[np.int64]]:
-    """Decode to a temporary name and move the finished file to its place, its head last: a head says that all is there."""
-    needed = _estimate(decoder, skip_bad, progress, workers)
-    unfinished: list[Path] = []
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(path)
-        free = shutil.disk_usage(path.parent).free
-        if needed > free:
-            raise OSError(f"only {_gigabytes(free)} are free")
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.stem}-", suffix=".tmp", delete=False) as file:
-            unfinished.append(Path(file.name))
-            with contextlib.suppress(OSError):  # a disk without locks: what is left there then stays
-                _lock(file.fileno())
-
-            def store(planes: NDArray[np.uint8]) -> None:
-                file.write(planes.data)
-
-            shapes, rows, left_out = _decode(decoder, store, skip_bad, progress, workers)
-            file.write(bytes(int(shapes[:, 1].max())))
-            file.flush()
-            os.fsync(file.fileno())
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.stem}-", suffix=".tmp", delete=False) as head:
-            unfinished.append(Path(head.name))
-            np.savez(
-                head, shapes=shapes.numpy(), rows=rows, left_out=np.array(left_out, dtype=str), spots=_spots(unfinished[0])
-            )
-            head.flush()
-            os.fsync(head.fileno())
-        unfinished[0].replace(path)
-        unfinished[1].replace(path.with_suffix(".npz"))
-    except OSError as error:
-        raise OSError(
-            f"open_images: {decoder.table.name} decoded takes {_gigabytes(needed)}, which cannot be written to {path.parent}: "
-            f"{error.strerror or error}; nothing was left there. Give another cache folder, or None to keep images in memory"
-        ) from error
-    finally:
-        for leftover in unfinished:
-            leftover.unlink(missing_ok=True)
-    opened = _mapped(path)
-    if opened is None:
-        raise OSError(f"open_images: {path} was written but does not read back: its disk is failing, give another cache folder")
-    return opened
-
-
-def _sweep(path: Path) -> None:
-    """Removes what processes that were killed while they decoded have left; who still writes holds a lock."""
-    for leftover in path.parent.glob(f"{path.stem}-*.tmp"):
-        with contextlib.suppress(OSError), leftover.open("rb") as file:
-            _lock(file.fileno())
-            leftover.unlink(missing_ok=True)
-
-
-def _lock(descriptor: int) -> None:
-    """Held until the file is closed or its process ends; raises where another process holds it."""
-    if fcntl is not None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _mapped(path: Path) -> tuple[Images, NDArray[np.int64]] | None:
-    """What `_decode_to_file` left at `path`; None when there is nothing or it is damaged, which decoding again mends."""
-    try:
-        # opened here, because numpy leaves a damaged file open
-        with path.with_suffix(".npz").open("rb") as file, np.load(file, allow_pickle=False) as head:
-            shapes, rows, left_out = torch.from_numpy(head["shapes"]), head["rows"], tuple(head["left_out"].tolist())
-            spots = int(head["spots"])
-        if path.stat().st_size != bytes_needed(shapes) or _spots(path) != spots:
-            return None
-        mapped = np.memmap(path, mode="r", dtype=np.uint8)
-        with warnings.catch_warnings():
-            # torch has no read-only tensors and says so; nothing here writes, and a writable map of more than the
-            # machine's memory may be refused
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
-            flat = torch.from_numpy(mapped)
-        return Images(flat, shapes, left_out), rows
-    except (OSError, EOFError, KeyError, ValueError, IndexError, zipfile.BadZipFile, zlib.error):
-        return None
-
-
-def _spots(path: Path, count: int = 64, length: int = 4096) -> int:
-    """A checksum of blocks all over the file: cheap, and a file that lost pages or was cut does not keep it."""
-    size, checksum = path.stat().st_size, 0
-    with path.open("rb") as file:
-        for place in range(count):
-            file.seek(max(size - length, 0) * place // (count - 1))
-            checksum = zlib.crc32(file.read(length), checksum)
-    return checksum
-
-
-def _decode(
-    decoder: Decoder, store: Callable[[NDArray[np.uint8]], None], skip_bad: bool, progress: bool, workers: int | None
-) -> tuple[Tensor, NDArray[np.int64], tuple[str, ...]]:
-    """Hand each readable image to `store`, in order; their shapes and rows, and what is wrong with the others."""
-    table, rows, shapes, problems = decoder.table, list[int](), list[tuple[int, ...]](), list[str]()
-    results = in_order(decoder.planes, range(len(table)), workers)
-    for row, planes in with_progress(results, len(table), f"decoding {table.name}", progress):
-        if isinstance(planes, UnreadableImageError):
-            problems.append(str(planes))
-            if not skip_bad and len(problems) == SHOWN_PROBLEMS:
-                break
-            continue
-        store(planes)
-        rows.append(row)
-        shapes.append(planes.shape[1:])
-    if problems and not (skip_bad and rows):
-        raise _complaint(table, problems)
-    return torch.tensor(shapes), np.array(rows), tuple(problems)
-
-
-def _estimate(decoder: Decoder, skip_bad: bool, progress: bool, workers: int | None) -> int:
-    """Bytes of the decoded table, from the heads of its files; a missing file is found here, before the long work."""
-    items = len(decoder.table)
-    if decoder.square:
-        return bytes_needed(torch.tensor([[decoder.side, decoder.side]]).expand(items, 2))
-    results = in_order(decoder.shape, range(items), workers)
-    found = [shape for _, shape in with_progress(results, items, f"measuring {decoder.table.name}", progress)]
-    problems = [str(shape) for shape in found if isinstance(shape, UnreadableImageError)]
-    readable = [shape for shape in found if not isinstance(shape, UnreadableImageError)]
-    if problems and not (skip_bad and readable):
-        raise _complaint(decoder.table, problems)
-    return bytes_needed(torch.tensor(readable))
-
-
-def _complaint(table: Table, problems: Iterable[str]) -> UnreadableImageError:
-    return UnreadableImageError(
-        f"open_images: {_listed(tuple(problems), len(table))}\nMend or remove these files, or leave them out with skip_bad"
-    )
-
-
-def _listed(problems: tuple[str, ...], items: int) -> str:
-    more = f"\n  and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
-    lines = "".join(f"\n  {problem}" for problem in problems[:SHOWN_PROBLEMS])
-    return f"{len(problems)} of {items} images that cannot be read:{lines}{more}"
-
-
-def _fingerprint(decoder: Decoder) -> str:
-    """Stands for the files (names, sizes, dates) and all that decides what is made of them."""
-    table = decoder.table
-    digest = hashlib.blake2b(f"{FORMAT} {decoder.side} {decoder.square} {len(table)}".encode(), digest_size=8)
-    if table.boxes is not None:
-        digest.update(np.ascontiguousarray(table.boxes, dtype=np.float64).tobytes())
-    if table.pixels is not None:
-        digest.update(str(table.pixels.shape).encode() + np.ascontiguousarray(table.pixels).tobytes())
-        return digest.hexdigest()
-    for path in table.paths:
-        try:
-            state = (table.root / path).stat()
-            known = f"{state.st_size} {state.st_mtime_ns}"
-        except OSError:
-            known = "missing"
-        digest.update(f"{path}\0{known}\0".encode())
-    return digest.hexdigest()
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", name)
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+        row, (left, top, width, height), flip = item
+        # cut before it is resized, so that nothing outside the box is averaged in
+        cut = self._decoder.image(row).crop((round(left), round(top), round(left + width), round(top + height)))
+        shown = cut.resize((self.size, self.size), Image.Resampling.BILINEAR)
+        if flip:
+            shown = shown.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return torch.from_numpy(np.asarray(shown).transpose(2, 0, 1).copy())
 
 
 def available_memory() -> int | None:

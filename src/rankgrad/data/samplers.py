@@ -6,9 +6,9 @@
 | `WholeClass`    | all images of random classes                                         | FastAP, "random"               |
 | `CategoryHard`  | half from one category, half from another, all pairs of categories   | FastAP, "hard" (supplement A)  |
 | `CategoryHalf`  | half from a labelled category, half from images without a category   | FastAP on VehicleID            |
-| `InOrder`       | the next images of the table                                         | evaluation                     |
+| `Sequential`       | the next images of the table                                         | evaluation                     |
 
-All batches have exactly the size asked for (the last of `InOrder` excepted) and no image twice. What an epoch holds is a
+All batches have exactly the size asked for (the last of `Sequential` excepted) and no image twice. What an epoch holds is a
 function of (labels, seed, epoch), the same on every machine; `set_epoch` chooses the epoch. Images of label -1 are of no
 class and are left out.
 
@@ -19,7 +19,6 @@ position (`Batches.iterate(start)`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from math import isqrt
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,7 +44,7 @@ class BatchSampler(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class _EpochSampler(ABC):
+class EpochSampler(ABC):
     """Epochs, positions and their states; a subclass says what the batches are."""
 
     def __init__(self, batch_size: int, seed: int) -> None:
@@ -103,7 +102,7 @@ class _EpochSampler(ABC):
         self._start = self.position
 
 
-class InOrder(_EpochSampler):
+class Sequential(EpochSampler):
     """All images once, in the order of the table, the last batch with what is left: for evaluation."""
 
     def __init__(self, images: int, batch_size: int) -> None:
@@ -119,7 +118,7 @@ class InOrder(_EpochSampler):
             yield np.arange(begin, min(begin + self.batch_size, self.images))
 
 
-class ClassBalanced(_EpochSampler):
+class ClassBalanced(EpochSampler):
     """`per_class` images of each of batch_size / per_class classes; no image twice in an epoch.
 
     1. Images are shuffled in their class and cut into groups of `per_class`; what is left of a class over waits for
@@ -140,7 +139,7 @@ class ClassBalanced(_EpochSampler):
                 f"{max(batch_size // per_class, 1) * per_class} would do"
             )
         self.per_class = per_class
-        classes = _grouped(checked_integers(labels, name="labels", caller=self._name))
+        classes = class_groups(checked_integers(labels, name="labels", caller=self._name))
         groups = classes.sizes // per_class
         usable = np.flatnonzero(groups)
         self.unused_classes = len(groups) - len(usable)
@@ -180,7 +179,7 @@ class ClassBalanced(_EpochSampler):
         return shuffled
 
 
-class WholeClass(_EpochSampler):
+class WholeClass(EpochSampler):
     """All images of randomly chosen classes, until the batch is full: FastAP's "random" strategy.
 
     1. Classes come in random order, each with all its images, and no class comes again before all have been there.
@@ -193,7 +192,7 @@ class WholeClass(_EpochSampler):
 
     def __init__(self, labels: ArrayLike, batch_size: int, *, seed: int = 0) -> None:
         super().__init__(batch_size, seed)
-        self._classes = _grouped(checked_integers(labels, name="labels", caller=self._name))
+        self._classes = class_groups(checked_integers(labels, name="labels", caller=self._name))
         images, classes = self._classes.images, len(self._classes.sizes)
         check_count(batch_size, name="batch_size", caller=self._name, least=4)
         if classes < 2:
@@ -211,154 +210,11 @@ class WholeClass(_EpochSampler):
         return self._length
 
     def _batches(self, epoch: int, start: int) -> Iterator[Indices]:
-        deck = _Deck(self._classes, np.arange(len(self._classes.sizes)), self._most, bits(self.seed, self._name, epoch))
+        deck = ClassDeck(self._classes, np.arange(len(self._classes.sizes)), self._most, bits(self.seed, self._name, epoch))
         for position in range(self._length):
             batch = deck.take(self.batch_size)
             if position >= start:
                 yield batch
-
-
-class _CategoryPairs(_EpochSampler):
-    """Batches of two halves, each from the classes of one category; a subclass says which pairs an epoch visits."""
-
-    def __init__(self, labels: ArrayLike, categories: ArrayLike, batch_size: int, *, seed: int, per_class: int | None) -> None:
-        super().__init__(batch_size, seed)
-        if batch_size % 2 or batch_size < 4:
-            raise ValueError(f"{self._name}: batch_size must be even and at least 4, for two halves, got {batch_size}")
-        if per_class is not None:
-            check_count(per_class, name="per_class", caller=self._name, least=2)
-        of_class = checked_integers(labels, name="labels", caller=self._name)
-        of_category = checked_integers(categories, name="categories", caller=self._name)
-        if len(of_class) != len(of_category):
-            raise ValueError(f"{self._name}: categories must be one per label, {len(of_class)} of them, got {len(of_category)}")
-        if len(of_category) and of_category.min() < -1:
-            raise ValueError(f"{self._name}: categories must be at least 0, or -1 for unlabelled, got {of_category.min()}")
-        # the category belongs to the image: a class in two categories is a group in each
-        self._classes = _grouped(of_class, of_category)
-        self._most = batch_size if per_class is None else per_class
-        names, first = np.unique(self._classes.outer, return_index=True)
-        last = np.append(first[1:], len(self._classes.outer))
-        self._members = {int(name): np.arange(a, b) for name, a, b in zip(names, first, last, strict=True)}
-        room = np.minimum(self._classes.sizes, self._most)
-        self._room = {name: int(room[members].sum()) for name, members in self._members.items()}
-        if self._classes.images and sum(self._room.values()) < batch_size:
-            raise ValueError(
-                f"{self._name}: batch_size must be at most {sum(self._room.values())}, what {self._classes.images} images"
-                f"{'' if per_class is None else f' at {per_class} per class'} can give, got {batch_size}"
-            )
-        self.short_categories = tuple(name for name, capacity in self._room.items() if capacity < batch_size // 2)
-
-    @abstractmethod
-    def _pair(self, slot: int) -> tuple[int, int]:
-        """The two categories of one of the `len(self)` batches, before their order is shuffled."""
-
-    def _batches(self, epoch: int, start: int) -> Iterator[Indices]:
-        stream = bits(self.seed, self._name, epoch)
-        decks: dict[int, _Deck] = {}
-        for position, slot in enumerate(permutation(len(self), stream)):
-            parts = []
-            for category, count in self._shares(*self._pair(int(slot)), stream):
-                if category not in decks:
-                    own = bits(self.seed, self._name, epoch, category)
-                    decks[category] = _Deck(self._classes, self._members[category], self._most, own)
-                parts.append(decks[category].take(count))
-            if position >= start:
-                yield np.concatenate(parts)
-
-    def _shares(self, first: int, second: int, stream: np.random.PCG64) -> list[tuple[int, int]]:
-        """How many images each category gives: half and half, what one lacks from the other, then from any."""
-        half = self.batch_size // 2
-        a, b = min(half, self._room[first]), min(half, self._room[second])
-        a += min(self.batch_size - a - b, self._room[first] - a)
-        b += min(self.batch_size - a - b, self._room[second] - b)
-        shares, lacking = [(first, a), (second, b)], self.batch_size - a - b
-        if lacking:
-            others = [name for name in self._members if name not in {first, second}]
-            for place in permutation(len(others), stream):
-                count = min(lacking, self._room[others[place]])
-                shares.append((others[place], count))
-                lacking -= count
-                if not lacking:
-                    break
-        return shares
-
-
-class CategoryHard(_CategoryPairs):
-    """Half a batch from one category, half from another: FastAP's "hard" strategy (supplement A), also RaMBO's.
-
-    1. An epoch visits every pair of categories `batches_per_pair` times, in random order.
-    2. From each category come whole classes (or up to `per_class` random images of each) until its half is full. Of one
-       category no class comes again before all have been there. The last class is cut as in `WholeClass`.
-    3. A category with less than half a batch (`short_categories`) gives all it has; the rest comes from its partner, then
-       from other categories. `filled` counts the images of an epoch that stand in for a short category.
-
-    SOP, 12 categories with 5 batches per pair: 330 batches. In-Shop, 23 with 2: 506.
-    """
-
-    def __init__(
-        self,
-        labels: ArrayLike,
-        categories: ArrayLike,
-        batch_size: int,
-        *,
-        batches_per_pair: int = 5,
-        seed: int = 0,
-        per_class: int | None = None,
-    ) -> None:
-        super().__init__(labels, categories, batch_size, seed=seed, per_class=per_class)
-        check_count(batches_per_pair, name="batches_per_pair", caller=self._name)
-        if -1 in self._members:
-            raise ValueError(
-                f"{self._name}: every image must have a category, {(self._classes.sizes[self._members[-1]]).sum()} have -1; "
-                "leave them out, or use CategoryHalf, which pairs each category with them"
-            )
-        if len(self._members) < 2:
-            raise ValueError(f"{self._name}: categories must be at least 2, to make pairs, got {len(self._members)}")
-        self.batches_per_pair = batches_per_pair
-        self._names = tuple(self._members)
-        half, visits = batch_size // 2, (len(self._names) - 1) * batches_per_pair
-        self.filled = visits * sum(half - self._room[name] for name in self.short_categories)
-
-    def __len__(self) -> int:
-        return len(self._names) * (len(self._names) - 1) // 2 * self.batches_per_pair
-
-    def _pair(self, slot: int) -> tuple[int, int]:
-        # pairs in the order (1, 0), (2, 0), (2, 1), (3, 0), ...: row r begins at r (r - 1) / 2
-        pair = slot // self.batches_per_pair
-        row = (1 + isqrt(1 + 8 * pair)) // 2
-        return self._names[row], self._names[pair - row * (row - 1) // 2]
-
-
-class CategoryHalf(_CategoryPairs):
-    """Half a batch from one labelled category, half from images without one (-1): FastAP's way with VehicleID.
-
-    A category of N images is visited ceil(2 N / batch_size) times, so that its classes all come in an epoch. Classes are
-    drawn and short categories filled as in `CategoryHard`, the images without category being the partner of all.
-    """
-
-    def __init__(
-        self, labels: ArrayLike, categories: ArrayLike, batch_size: int, *, seed: int = 0, per_class: int | None = None
-    ) -> None:
-        super().__init__(labels, categories, batch_size, seed=seed, per_class=per_class)
-        labelled = [name for name in self._members if name != -1]
-        if -1 not in self._members or not labelled:
-            raise ValueError(
-                f"{self._name}: needs images with and without (-1) a category, got {len(labelled)} categories and "
-                f"{'some' if -1 in self._members else 'no'} images without; use "
-                + ("CategoryHard" if labelled else "WholeClass")
-            )
-        images = np.array([self._classes.sizes[self._members[name]].sum() for name in labelled])
-        visits = -(-2 * images // batch_size)
-        self._visited = np.repeat(labelled, visits)
-        self.filled = sum(
-            int(count) * max(batch_size // 2 - self._room[name], 0) for name, count in zip(labelled, visits, strict=True)
-        )
-
-    def __len__(self) -> int:
-        return len(self._visited)
-
-    def _pair(self, slot: int) -> tuple[int, int]:
-        return int(self._visited[slot]), -1
 
 
 def checked_integers(values: ArrayLike, *, name: str, caller: str) -> Indices:
@@ -371,7 +227,7 @@ def checked_integers(values: ArrayLike, *, name: str, caller: str) -> Indices:
     return array.astype(np.int64)
 
 
-class _Grouped:
+class ClassGroups:
     """Images side by side with those of their class: class c has `order[starts[c] : starts[c] + sizes[c]]`."""
 
     def __init__(self, order: Indices, starts: Indices, sizes: Indices, outer: Indices) -> None:
@@ -391,7 +247,7 @@ class _Grouped:
         return self.order[np.lexsort((stream.random_raw(self.images), group))]
 
 
-def _grouped(labels: Indices, outer: Indices | None = None) -> _Grouped:
+def class_groups(labels: Indices, outer: Indices | None = None) -> ClassGroups:
     """The images with a label (not -1) by label, within `outer` where it is given."""
     if outer is None:
         outer = np.zeros_like(labels)
@@ -399,7 +255,7 @@ def _grouped(labels: Indices, outer: Indices | None = None) -> _Grouped:
     order = rows[np.lexsort((labels[rows], outer[rows]))]
     keys = np.stack((outer[order], labels[order]))
     starts = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0))[: len(order)])
-    return _Grouped(order, starts, np.diff(np.append(starts, len(order))), outer[order[starts]])
+    return ClassGroups(order, starts, np.diff(np.append(starts, len(order))), outer[order[starts]])
 
 
 def _most_batches(groups: Indices, per_batch: int) -> int:
@@ -418,7 +274,7 @@ def _most_batches(groups: Indices, per_batch: int) -> int:
     return low
 
 
-class _Deck:
+class ClassDeck:
     """Classes in random order, dealt until none is left, then shuffled again.
 
     Args:
@@ -428,7 +284,7 @@ class _Deck:
         stream: decides everything.
     """
 
-    def __init__(self, classes: _Grouped, members: Indices, most: int, stream: np.random.PCG64) -> None:
+    def __init__(self, classes: ClassGroups, members: Indices, most: int, stream: np.random.PCG64) -> None:
         self._classes, self._members, self._most, self._stream = classes, members, most, stream
         self._waiting: list[int] = []  # the next one is the last
 

@@ -6,10 +6,7 @@ network at once, and journal, checkpoints, resumption and large batches are thos
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +16,7 @@ from torchvision.models.detection import FasterRCNN
 
 from rankgrad import AveragePrecision, Exact, RankLoss
 from rankgrad._checks import check_count
+from rankgrad.data.prefetch import prefetch
 from rankgrad.data.seeds import bits, generator, permutation
 from rankgrad.detection.box_evaluation import Detections
 from rankgrad.detection.faster_rcnn import ClassificationLoss, use_classification_loss
@@ -156,7 +154,8 @@ class DetectionBatches:
             batch = collate(items)
             return step, torch.from_numpy(numbers), batch, (batch["labels"] > 0).sum(dim=1)
 
-        return ahead(made, start, len(self), self.workers)
+        steps = range(start, len(self))
+        return (batch for _, batch in prefetch(made, steps, threads=self.workers, ahead=AHEAD + self.workers))
 
     def _item(self, number: int, mirrored: bool) -> tuple[Tensor, Tensor, Tensor]:
         scene = self.scenes.scenes[number] if self.difficult else self.scenes.scenes[number].clear
@@ -228,7 +227,8 @@ def detect(
         return [scenes.image(number) for number in range(step * batch_size, last)]
 
     try:
-        for images in ahead(made, 0, math.ceil(len(scenes) / batch_size), workers):
+        steps = range(math.ceil(len(scenes) / batch_size))
+        for _, images in prefetch(made, steps, threads=workers, ahead=AHEAD + workers):
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 outputs = detector([image.to(device, non_blocking=True).float() / 255 for image in images])
             found += [_found(output) for output in outputs]
@@ -242,18 +242,3 @@ def detect(
 def _found(output: Mapping[str, Tensor]) -> Detections:
     boxes, scores = (output[name].float().cpu().numpy().astype(np.float32) for name in ("boxes", "scores"))
     return Detections(boxes, output["labels"].cpu().numpy().astype(np.int64), scores)
-
-
-def ahead(made: Callable[[int], Any], start: int, stop: int, workers: int) -> Iterator[Any]:
-    """`made` of start .. stop - 1 in order, made by threads a few steps before they are asked for."""
-    pool = ThreadPoolExecutor(workers)
-    waiting: deque[Future[Any]] = deque()
-    try:
-        for step in range(start, stop):
-            waiting.append(pool.submit(made, step))
-            if len(waiting) > AHEAD + workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rankgrad.data.image_files import Decoding
-from rankgrad.data.image_store import Images, open_images
+from rankgrad.data.image_cache import open_images
+from rankgrad.data.image_store import ImageBuffer, OnDemandImages
 from rankgrad.data.readers import DataSet, read
 from rankgrad.data.table import Table, halves
 from rankgrad.runs.recipe import Recipe
@@ -46,7 +46,7 @@ class RunContext:
 class Split:
     """A split with its images. `rows` are those of its images that are meant; None: all."""
 
-    images: Images | Decoding
+    images: ImageBuffer | OnDemandImages
     table: Table
     rows: NDArray[np.int64] | None = None
 
@@ -113,7 +113,9 @@ class DataCache:
     def _open(self, recipe: Recipe, table: Table) -> Split:
         square = recipe.aspect == "square"
         if recipe.decode == "always":
-            return Split(Decoding(table, recipe.size, side=recipe.stored, square=square, workers=self.context.workers), table)
+            return Split(
+                OnDemandImages(table, recipe.size, side=recipe.stored, square=square, workers=self.context.workers), table
+            )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             images, table = self.context.processes.first_goes_first(
@@ -130,7 +132,7 @@ class DataCache:
             self.context.say(f"note: {warning.message}")
         return Split(self._near(images), table)
 
-    def _near(self, images: Images) -> Images:
+    def _near(self, images: ImageBuffer) -> ImageBuffer:
         device = self.context.device
         return images.to(device) if device.type != "cpu" and images.fits_on(device, SHARE_FOR_IMAGES) else images
 

@@ -27,7 +27,7 @@ def embed(
 
     Args:
         model: from images to embeddings.
-        batches: visits each of the indices 0 .. N - 1 once, such as `data.loading.Batches` with an `InOrder` sampler.
+        batches: visits each of the indices 0 .. N - 1 once, such as `ImageBatches` with a `Sequential` sampler.
         device: where to compute, by default where the model is.
         precision: of the autocast region around the model.
         name: shown beside the progress.

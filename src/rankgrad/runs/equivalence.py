@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import rankgrad as rg
-from rankgrad.data.samplers import InOrder
+from rankgrad.data.samplers import Sequential
 from rankgrad.eval import evaluate, evaluate_sharded
 from rankgrad.runs.data_cache import DataCache, RunContext, Split
 from rankgrad.runs.recipe import Recipe
@@ -97,7 +97,7 @@ def _batch(recipe: Recipe, data: DataCache, images: int) -> tuple[Tensor, Tensor
     split, _ = data.training(small)
     rows = _few_of_each(next(iter(make_batches(small, split, replace(data.context, processes=ALONE)).sampler)), split, images)
     batches = make_batches(small, split, replace(data.context, processes=ALONE))
-    batches.sampler = SubsetSampler(InOrder(len(rows), len(rows)), rows)
+    batches.sampler = SubsetSampler(Sequential(len(rows), len(rows)), rows)
     batch = next(batches.iterate(0))
     return batch.images.double(), batch.labels
 

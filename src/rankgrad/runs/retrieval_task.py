@@ -8,9 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankgrad.data.image_batches import Batches
+from rankgrad.data.category_samplers import CategoryHalf, CategoryHard
+from rankgrad.data.image_batches import ImageBatches
 from rankgrad.data.preprocessing import Augment, Crop
-from rankgrad.data.samplers import BatchSampler, CategoryHalf, CategoryHard, ClassBalanced, InOrder, WholeClass
+from rankgrad.data.samplers import BatchSampler, ClassBalanced, Sequential, WholeClass
 from rankgrad.data.table import Table
 from rankgrad.runs.data_cache import RunContext, Split
 from rankgrad.runs.recipe import CATEGORY_SAMPLERS, Recipe
@@ -82,12 +83,12 @@ def largest_batch(recipe: Recipe, table: Table) -> int:
     return min(usable, MOST_IMAGES // recipe.per_class) * recipe.per_class
 
 
-def make_batches(recipe: Recipe, split: Split, context: RunContext) -> Batches:
+def make_batches(recipe: Recipe, split: Split, context: RunContext) -> ImageBatches:
     """Training batches of `recipe`, on the device unless they would fill it: then chunks go there one by one."""
     sampler = make_sampler(recipe, split.selected)
     share = recipe.size / recipe.stored
     images = recipe.batch_size or largest_batch(recipe, split.selected)
-    return Batches(
+    return ImageBatches(
         split.images,
         split.table.labels,
         sampler if split.rows is None else SubsetSampler(sampler, split.rows),
@@ -96,7 +97,7 @@ def make_batches(recipe: Recipe, split: Split, context: RunContext) -> Batches:
         recipe.seed,
         context.device if 3 * images * recipe.size**2 <= MOST_BYTES * context.processes.size else "cpu",
         context.workers or 0,
-        part=(context.processes.rank, context.processes.size),
+        shard=(context.processes.rank, context.processes.size),
     )
 
 
@@ -108,8 +109,8 @@ def ordered_batches(
     at_once = EMBEDDED_AT_ONCE
     if isinstance(recipe.chunk_size, int) and recipe.chunk_size:
         at_once = min(at_once, recipe.chunk_size)
-    sampler = InOrder(len(split.table) if rows is None else len(rows), at_once)
-    batches = Batches(
+    sampler = Sequential(len(split.table) if rows is None else len(rows), at_once)
+    batches = ImageBatches(
         split.images,
         split.table.labels,
         sampler if rows is None else SubsetSampler(sampler, rows),
@@ -127,9 +128,9 @@ def center_crops(recipe: Recipe) -> Augment:
 
 
 class RenumberedBatches:
-    """Batches whose images are numbered in the order they come, whichever rows of a table they are."""
+    """ImageBatches whose images are numbered in the order they come, whichever rows of a table they are."""
 
-    def __init__(self, batches: Batches) -> None:
+    def __init__(self, batches: ImageBatches) -> None:
         self.batches = batches
 
     def set_epoch(self, epoch: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rankgrad.data.readers import READERS, read
 from rankgrad.data.readers.folder import EXTENSIONS
-from rankgrad.data.readers.list_files import Problems, brief, numbered_csv
+from rankgrad.data.readers.list_files import ReadErrors, brief, numbered_csv
 from rankgrad.data.readers.manifest import BOX
 from rankgrad.data.table import Table, path_complaint
 
@@ -73,10 +73,10 @@ def manifest_of_images(path: Path) -> Items:
     """Images listed in a CSV file with the column path and, where there are any, label, category and boxes."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give a CSV file with the column path")
-    problems = Problems(path.name)
-    lines = numbered_csv(path, problems)
+    errors = ReadErrors(path.name)
+    lines = numbered_csv(path, errors)
     _, header = next(lines, (1, []))
-    problems.settle()
+    errors.raise_if_any()
     if "path" not in header:
         raise ValueError(
             f"{path}:1: the header must name the column path (and may name {', '.join(COLUMNS[1:])}), "
@@ -86,19 +86,19 @@ def manifest_of_images(path: Path) -> Items:
     boxes: list[list[float]] = []
     for number, values in lines:
         if len(values) != len(header):
-            problems.add(f"{path}:{number}", f"{len(header)} columns wanted ({','.join(header)}), got {len(values)}")
+            errors.add(f"{path}:{number}", f"{len(header)} columns wanted ({','.join(header)}), got {len(values)}")
             continue
         row = dict(zip(header, values, strict=True))
         complaint = path_complaint(row["path"])
         if complaint:
-            problems.add(f"{path}:{number}", complaint)
+            errors.add(f"{path}:{number}", complaint)
         try:
             boxes.append([float(row[name]) if row.get(name) else np.nan for name in BOX])
         except ValueError:
             told = ", ".join(row[name] for name in BOX)
-            problems.add(f"{path}:{number}", f"{', '.join(BOX)} must be numbers or empty, got {told}")
+            errors.add(f"{path}:{number}", f"{', '.join(BOX)} must be numbers or empty, got {told}")
         rows.append(row)
-    problems.settle()
+    errors.raise_if_any()
     if not rows:
         raise ValueError(f"{path} lists no image")
     table = Table(

@@ -35,7 +35,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rankgrad.data.image_files import Decoder, UnreadableImageError
+from rankgrad.data.image_files import ImageDecoder, UnreadableImageError
 from rankgrad.data.seeds import bits, permutation
 from rankgrad.search.searcher import Searcher
 from rankgrad.search.trained_model import Network
@@ -73,7 +73,7 @@ class SearchPage:
     def __init__(self, network: Network, searcher: Searcher) -> None:
         self.network, self.searcher, self.gallery = network, searcher, searcher.gallery
         self.gallery.check_fits(network)
-        self._decoder = Decoder(self.gallery.items.table, THUMB, square=False)
+        self._decoder = ImageDecoder(self.gallery.items.table, THUMB, square=False)
         self._working = threading.Lock()
         # labels are looked through once per different one
         self._names, self._name_of = np.unique(np.array(self.gallery.items.labels), return_inverse=True)

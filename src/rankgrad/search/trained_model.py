@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankgrad.data.image_files import Decoder, UnreadableImageError, in_order
-from rankgrad.data.image_store import Images, bytes_needed
+from rankgrad.data.image_files import ImageDecoder, UnreadableImageError, map_images
+from rankgrad.data.image_store import ImageBuffer, bytes_needed
 from rankgrad.data.table import Table
 from rankgrad.models import Embedder, embed_multiscale
 from rankgrad.runs.data_cache import RunContext, Split
@@ -69,12 +69,12 @@ class Network:
         Files are decoded in threads while the network computes; no more than a few batches are in memory.
         """
         recipe = self.recipe
-        cropped = Decoder(table, recipe.stored, recipe.aspect == "square").planes
+        cropped = ImageDecoder(table, recipe.stored, recipe.aspect == "square").planes
         make = partial(_at_own_shape, table, recipe.size) if self.at_own_shape else cropped
         rows: list[int] = []
         found: list[NDArray[np.uint8]] = []
         bad: list[UnreadableImageError] = []
-        for row, planes in in_order(make, range(len(table)), workers):
+        for row, planes in map_images(make, range(len(table)), workers):
             if isinstance(planes, UnreadableImageError):
                 bad.append(planes)
                 continue
@@ -118,12 +118,12 @@ def _at_own_shape(table: Table, size: int, row: int) -> NDArray[np.uint8]:
         raise UnreadableImageError(str(error)) from error
 
 
-def _images(planes: list[NDArray[np.uint8]]) -> Images:
+def _images(planes: list[NDArray[np.uint8]]) -> ImageBuffer:
     shapes = torch.tensor([image.shape[1:] for image in planes])
     flat = torch.zeros(bytes_needed(shapes), dtype=torch.uint8)
     joined = np.concatenate([image.ravel() for image in planes])
     flat[: len(joined)] = torch.from_numpy(joined)
-    return Images(flat, shapes)
+    return ImageBuffer(flat, shapes)
 
 
 def open_run(folder: Path, device: torch.device | str = "cpu", *, checkpoint: str | None = None) -> Network:

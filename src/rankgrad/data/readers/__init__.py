@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from rankgrad.data.readers.base import DataSet, Reader, Source
+from rankgrad.data.readers.base import DataSet, Reader, ReaderContext
 from rankgrad.data.readers.builtin_glyphs import GLYPHS
 from rankgrad.data.readers.cars import CARS
 from rankgrad.data.readers.cub import CUB
@@ -46,7 +46,7 @@ def read(name: str, root: Path | None, *, partial: bool = False) -> DataSet:
     """
     reader = _reader(name)
     if not reader.needs_folder:
-        return reader.load(Source(reader, Path(), partial=partial))
+        return reader.load(ReaderContext(reader, Path(), partial=partial))
     if root is None:
         raise ValueError(f"{name}: a folder is wanted, got none. Wanted: {reader.layout}")
     place = Path(root).expanduser().absolute()
@@ -54,7 +54,7 @@ def read(name: str, root: Path | None, *, partial: bool = False) -> DataSet:
         raise FileNotFoundError(f"{name}: {place} does not exist. Wanted: {reader.layout}")
     if not place.is_dir() and reader is not CSV:
         raise ValueError(f"{name}: {place} is a file, a folder is wanted. Wanted: {reader.layout}")
-    return reader.load(Source(reader, place, partial=partial))
+    return reader.load(ReaderContext(reader, place, partial=partial))
 
 
 def check_data(name: str, root: Path | None, *, partial: bool = False) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad.data.readers.list_files import Column, Problems, Rows, listing, read_rows
+from rankgrad.data.readers.list_files import Column, ParsedRows, ReadErrors, listing, read_rows
 from rankgrad.data.table import Table
 
 
 @dataclass(frozen=True)
-class Size:
+class SplitSize:
     """Images and classes of a split, and its queries where only some images are."""
 
     images: int
@@ -27,7 +27,7 @@ class Size:
         return f"{self.images:,} images{classes}{queries}"
 
     @classmethod
-    def of(cls, table: Table) -> "Size":
+    def of(cls, table: Table) -> "SplitSize":
         return cls(len(table), table.num_classes, None if table.is_query is None else int(table.is_query.sum()))
 
 
@@ -73,12 +73,12 @@ class Reader:
     name: str
     title: str
     layout: str
-    load: Callable[["Source"], DataSet]
-    sizes: Mapping[str, tuple[Size, ...]] = field(default_factory=dict)
+    load: Callable[["ReaderContext"], DataSet]
+    sizes: Mapping[str, tuple[SplitSize, ...]] = field(default_factory=dict)
     needs_folder: bool = True
 
 
-class Source:
+class ReaderContext:
     """One reading of a data set: where it is, how strict to be, and what was found wrong or absent on the way.
 
     Malformed lists are always an error. Absent images and other counts than published are one too, unless `partial`: then
@@ -88,9 +88,9 @@ class Source:
     def __init__(self, reader: Reader, root: Path, *, partial: bool) -> None:
         self.reader, self.root, self.partial = reader, root, partial
         self.name = reader.name
-        self.problems = Problems(reader.name)
+        self.errors = ReadErrors(reader.name)
         self.notes: list[str] = []
-        self._listed: dict[str, Size] = {}
+        self._listed: dict[str, SplitSize] = {}
         self._missing: list[str] = []
 
     def folder(self, *marks: str) -> tuple[Path, str]:
@@ -118,8 +118,8 @@ class Source:
             raise FileNotFoundError(f"{self.name}: {path} is missing. Wanted: {self.reader.layout}")
         return path
 
-    def rows(self, path: Path, *columns: Column, header: bool = False, counted: bool = False) -> Rows:
-        return read_rows(self.file(path), columns, self.problems, header=header, counted=counted)
+    def rows(self, path: Path, *columns: Column, header: bool = False, counted: bool = False) -> ParsedRows:
+        return read_rows(self.file(path), columns, self.errors, header=header, counted=counted)
 
     def table(
         self,
@@ -128,7 +128,7 @@ class Source:
         paths: Sequence[str],
         labels: NDArray[np.int64],
         *,
-        listed_at: Rows | None = None,
+        listed_at: ParsedRows | None = None,
         seen: bool = False,
         **known: Any,
     ) -> Table:
@@ -136,17 +136,17 @@ class Source:
 
         `seen` says that the paths were found on disk in the first place.
         """
-        self.problems.settle()
+        self.errors.raise_if_any()
         table = Table(f"{self.name}/{split}", root, tuple(paths), labels, **known)
-        self._listed[split] = Size.of(table)
+        self._listed[split] = SplitSize.of(table)
         if not len(table):
             raise ValueError(f"{self.name}: {root} has no image for {split!r}. Wanted: {self.reader.layout}")
         found = np.ones(len(table), dtype=np.bool_) if seen else on_disk(root, table.paths)
         if found.all():
             return table
         for row in np.flatnonzero(~found).tolist():
-            source = f" (listed at {listed_at.where(row)})" if listed_at else ""
-            self._missing.append(f"{root / table.paths[row]}{source}")
+            place = f" (listed at {listed_at.where(row)})" if listed_at else ""
+            self._missing.append(f"{root / table.paths[row]}{place}")
         if not found.any():
             raise FileNotFoundError(
                 f"{self.name}: none of the {len(table):,} images of {split} is there:\n{listing(self._missing)}\n"
@@ -156,7 +156,7 @@ class Source:
 
     def finish(self, splits: Mapping[str, Table], *, protocols: Mapping[str, str], ks: tuple[int, ...]) -> DataSet:
         """The data set, once its images and counts have been held against what is published."""
-        self.problems.settle()
+        self.errors.raise_if_any()
         total = sum(size.images for size in self._listed.values())
         counts = [
             f"{split}: {self._listed[split]}, complete it has {' or '.join(map(str, sizes))}"

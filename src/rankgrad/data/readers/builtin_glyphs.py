@@ -4,11 +4,11 @@ from collections import Counter
 from pathlib import Path
 
 from rankgrad.data.glyphs import SPLITS, load_glyphs
-from rankgrad.data.readers.base import DataSet, Reader, Source
+from rankgrad.data.readers.base import DataSet, Reader, ReaderContext
 from rankgrad.data.table import Table
 
 
-def read_glyphs(source: Source) -> DataSet:
+def read_glyphs(context: ReaderContext) -> DataSet:
     """A character is a class, its script the category, an example one of its fonts."""
     splits: dict[str, Table] = {}
     classes = 0
@@ -21,7 +21,7 @@ def read_glyphs(source: Source) -> DataSet:
             paths.append(f"glyphs/{script}/U+{ord(char):04X}/{example[label]}")
             example[label] += 1
         splits[split] = Table(
-            f"{source.name}/{split}",
+            f"{context.name}/{split}",
             Path(),
             tuple(paths),
             # the splits share no character, so they share no label
@@ -31,7 +31,7 @@ def read_glyphs(source: Source) -> DataSet:
             pixels=glyphs.images,
         )
         classes += len(glyphs.class_names)
-    return source.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 2, 4, 8))
+    return context.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 2, 4, 8))
 
 
 GLYPHS = Reader(

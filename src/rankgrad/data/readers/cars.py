@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rankgrad.data.readers.base import DataSet, Reader, Size, Source
+from rankgrad.data.readers.base import DataSet, Reader, ReaderContext, SplitSize
 from rankgrad.data.table import path_complaint
 
 CLASSES = 196
@@ -16,39 +16,39 @@ ALL = "cars_annos.mat"
 DEVKIT = {"cars_train": "cars_train_annos.mat", "cars_test": "cars_test_annos_withlabels.mat"}
 
 
-def read_cars(source: Source) -> DataSet:
+def read_cars(context: ReaderContext) -> DataSet:
     """cars_annos.mat, or the devkit's two files, whose own split into training and test is for classification."""
-    folder, mark = source.folder(ALL, "devkit/cars_train_annos.mat", "cars_train_annos.mat")
+    folder, mark = context.folder(ALL, "devkit/cars_train_annos.mat", "cars_train_annos.mat")
     if mark == ALL:
-        listed = list(_records(source, folder / ALL, "relative_im_path", prefix=""))
+        listed = list(_records(context, folder / ALL, "relative_im_path", prefix=""))
     else:
         listed = []
         for images, name in DEVKIT.items():
             # the labelled test list came later and lies beside the devkit as often as in it
             places = [folder / "devkit" / name, folder / name]
             path = next((place for place in places if place.is_file()), places[0])
-            listed += _records(source, source.file(path), "fname", prefix=f"{images}/")
-    _check_duplicates(source, listed)
-    source.problems.settle()
+            listed += _records(context, context.file(path), "fname", prefix=f"{images}/")
+    _check_duplicates(context, listed)
+    context.errors.raise_if_any()
 
     labels = np.array([label for _, label, _ in listed], dtype=np.int64)
     splits = {}
     for split, chosen in (("train", labels <= TRAINING_CLASSES), ("test", labels > TRAINING_CLASSES)):
         index = np.flatnonzero(chosen)
-        splits[split] = source.table(split, folder, [listed[i][0] for i in index], labels[index])
-    return source.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 2, 4, 8))
+        splits[split] = context.table(split, folder, [listed[i][0] for i in index], labels[index])
+    return context.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 2, 4, 8))
 
 
-def _records(source: Source, path: Path, field: str, *, prefix: str) -> Iterator[tuple[str, int, str]]:
+def _records(context: ReaderContext, path: Path, field: str, *, prefix: str) -> Iterator[tuple[str, int, str]]:
     """Image, class and place of every usable record."""
     for number, record in enumerate(_annotations(path, (field, "class")), start=1):
         image, label = record[field], record["class"]
         where = f"{path}: annotation {number}"
         complaint = path_complaint(image) if isinstance(image, str) else f"{field} must be text, got {image!r}"
         if complaint:
-            source.problems.add(where, complaint)
+            context.errors.add(where, complaint)
         elif not isinstance(label, (int, np.integer)) or not 1 <= label <= CLASSES:
-            source.problems.add(where, f"class must be an integer from 1 to {CLASSES}, got {label!r}")
+            context.errors.add(where, f"class must be an integer from 1 to {CLASSES}, got {label!r}")
         else:
             yield f"{prefix}{image}", int(label), where
 
@@ -71,11 +71,11 @@ def _annotations(path: Path, fields: tuple[str, ...]) -> Any:
     return annotations
 
 
-def _check_duplicates(source: Source, listed: list[tuple[str, int, str]]) -> None:
+def _check_duplicates(context: ReaderContext, listed: list[tuple[str, int, str]]) -> None:
     first: dict[str, str] = {}
     for image, _, where in listed:
         if first.setdefault(image, where) != where:
-            source.problems.add(where, f"{image!r} was listed before, at {first[image]}")
+            context.errors.add(where, f"{image!r} was listed before, at {first[image]}")
 
 
 CARS = Reader(
@@ -83,5 +83,5 @@ CARS = Reader(
     title="Stanford Cars 196",
     layout=f"{ALL} and car_ims, or devkit/cars_train_annos.mat, cars_test_annos_withlabels.mat, cars_train and cars_test",
     load=read_cars,
-    sizes={"train": (Size(8_054, 98),), "test": (Size(8_131, 98),)},
+    sizes={"train": (SplitSize(8_054, 98),), "test": (SplitSize(8_131, 98),)},
 )

@@ -2,17 +2,19 @@
 
 import numpy as np
 
-from rankgrad.data.readers.base import DataSet, Reader, Size, Source
-from rankgrad.data.readers.list_files import Column, Rows
+from rankgrad.data.readers.base import DataSet, Reader, ReaderContext, SplitSize
+from rankgrad.data.readers.list_files import Column, ParsedRows
 
 TRAINING_CLASSES = 100
 
 
-def read_cub(source: Source) -> DataSet:
+def read_cub(context: ReaderContext) -> DataSet:
     """images.txt and image_class_labels.txt, joined by image id. train_test_split.txt is for classification."""
-    folder, _ = source.folder("images.txt")
-    images = source.rows(folder / "images.txt", Column("image_id", "integer", unique=True), Column("path", "path", unique=True))
-    classes = source.rows(
+    folder, _ = context.folder("images.txt")
+    images = context.rows(
+        folder / "images.txt", Column("image_id", "integer", unique=True), Column("path", "path", unique=True)
+    )
+    classes = context.rows(
         folder / "image_class_labels.txt",
         Column("image_id", "integer", unique=True),
         Column("class_id", "integer", choices=tuple(str(i) for i in range(1, 201))),
@@ -20,21 +22,21 @@ def read_cub(source: Source) -> DataSet:
     class_of = dict(zip(classes.integers("image_id").tolist(), classes.integers("class_id").tolist(), strict=True))
     for i, image in enumerate(images.integers("image_id").tolist()):
         if image not in class_of:
-            source.problems.add(images.where(i), f"image {image} has no class in {classes.path.name}")
-    source.problems.settle()
+            context.errors.add(images.where(i), f"image {image} has no class in {classes.path.name}")
+    context.errors.raise_if_any()
 
     labels = np.array([class_of[image] for image in images.integers("image_id").tolist()], dtype=np.int64)
     splits = {}
     for split, chosen in (("train", labels <= TRAINING_CLASSES), ("test", labels > TRAINING_CLASSES)):
         index = np.flatnonzero(chosen)
-        splits[split] = source.table(
+        splits[split] = context.table(
             split,
             folder,
             [f"images/{images.texts['path'][i]}" for i in index],
             labels[index],
-            listed_at=Rows(images.path, [images.lines[i] for i in index]),
+            listed_at=ParsedRows(images.path, [images.lines[i] for i in index]),
         )
-    return source.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 2, 4, 8))
+    return context.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 2, 4, 8))
 
 
 CUB = Reader(
@@ -42,5 +44,5 @@ CUB = Reader(
     title="Caltech-UCSD Birds 200-2011",
     layout="CUB_200_2011.tgz unpacked: images.txt, image_class_labels.txt and images",
     load=read_cub,
-    sizes={"train": (Size(5_864, 100),), "test": (Size(5_924, 100),)},
+    sizes={"train": (SplitSize(5_864, 100),), "test": (SplitSize(5_924, 100),)},
 )

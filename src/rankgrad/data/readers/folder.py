@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rankgrad.data.readers.base import DataSet, Reader, Size, Source
+from rankgrad.data.readers.base import DataSet, Reader, ReaderContext, SplitSize
 from rankgrad.data.readers.list_files import listing, positions
 from rankgrad.data.table import Table, halves
 
@@ -29,15 +29,15 @@ class Tree:
         return bool(self.categories)
 
 
-def walk(source: Source, root: Path, below: str = "") -> Tree:
+def walk(context: ReaderContext, root: Path, below: str = "") -> Tree:
     """Images in CLASS or in CATEGORY/CLASS, all on one level; hidden files and folders are passed over."""
     by_level: dict[int, list[str]] = {1: [], 2: [], 3: []}
     tree = Tree()
-    _collect(source, root, below, 1, by_level, tree)
+    _collect(context, root, below, 1, by_level, tree)
     for path in by_level[1]:
-        source.problems.add(str(root / path), "lies in no class: put each image into the folder of its class")
+        context.errors.add(str(root / path), "lies in no class: put each image into the folder of its class")
     if by_level[2] and by_level[3]:
-        source.problems.add(
+        context.errors.add(
             str(root / below),
             f"images must all lie in CLASS or all in CATEGORY/CLASS, got both: {by_level[2][0]!r} and {by_level[3][0]!r}",
         )
@@ -48,7 +48,7 @@ def walk(source: Source, root: Path, below: str = "") -> Tree:
     return tree
 
 
-def _collect(source: Source, root: Path, below: str, level: int, by_level: dict[int, list[str]], tree: Tree) -> None:
+def _collect(context: ReaderContext, root: Path, below: str, level: int, by_level: dict[int, list[str]], tree: Tree) -> None:
     folders, images = [], 0
     with os.scandir(root / below) as entries:
         for entry in entries:
@@ -56,7 +56,7 @@ def _collect(source: Source, root: Path, below: str, level: int, by_level: dict[
             if entry.name.startswith("."):
                 continue
             if not _is_unicode(entry.name):
-                source.problems.add(repr(str(root / path)), "the name is not UTF-8: rename it")
+                context.errors.add(repr(str(root / path)), "the name is not UTF-8: rename it")
             elif entry.is_dir():
                 folders.append(path)
             elif Path(entry.name).suffix.lower() in EXTENSIONS:
@@ -65,10 +65,10 @@ def _collect(source: Source, root: Path, below: str, level: int, by_level: dict[
             else:
                 tree.others.append(path)
     if folders and level == 3:
-        source.problems.add(str(root / below), f"folders must end at CATEGORY/CLASS, got {folders[0]!r} below it")
+        context.errors.add(str(root / below), f"folders must end at CATEGORY/CLASS, got {folders[0]!r} below it")
     elif folders:
         for path in folders:
-            _collect(source, root, path, level + 1, by_level, tree)
+            _collect(context, root, path, level + 1, by_level, tree)
     elif not images:
         tree.empty.append(below)
 
@@ -78,19 +78,19 @@ def _is_unicode(name: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in name)
 
 
-def tables(source: Source, root: Path, trees: dict[str, Tree]) -> dict[str, Table]:
+def tables(context: ReaderContext, root: Path, trees: dict[str, Tree]) -> dict[str, Table]:
     """One table per tree, with labels and categories that mean the same in all of them."""
-    source.problems.settle()
+    context.errors.raise_if_any()
     _, labels = positions([name for tree in trees.values() for name in tree.classes])
     levels_found = {tree.has_categories for tree in trees.values() if tree.paths}
     if len(levels_found) > 1:
         levels = ", ".join(f"{split} {'CATEGORY/CLASS' if tree.has_categories else 'CLASS'}" for split, tree in trees.items())
-        raise ValueError(f"{source.name}: {root}: all splits must have the same levels of folders, got {levels}")
+        raise ValueError(f"{context.name}: {root}: all splits must have the same levels of folders, got {levels}")
     category_names, categories = positions([name for tree in trees.values() for name in tree.categories])
     result, start = {}, 0
     for split, tree in trees.items():
         chosen = slice(start, start + len(tree.paths))
-        result[split] = source.table(
+        result[split] = context.table(
             split,
             root,
             tree.paths,
@@ -100,62 +100,62 @@ def tables(source: Source, root: Path, trees: dict[str, Tree]) -> dict[str, Tabl
             seen=True,
         )
         start += len(tree.paths)
-    _note_leftovers(source, list(trees.values()))
+    _note_leftovers(context, list(trees.values()))
     return result
 
 
-def _note_leftovers(source: Source, trees: list[Tree]) -> None:
+def _note_leftovers(context: ReaderContext, trees: list[Tree]) -> None:
     for found, what in (
         ([path for tree in trees for path in tree.others], "files that are no images were passed over"),
         ([path for tree in trees for path in tree.empty], "folders hold no image"),
     ):
         if found:
-            source.notes.append(f"{len(found):,} {what}:\n{listing(sorted(found))}")
+            context.notes.append(f"{len(found):,} {what}:\n{listing(sorted(found))}")
 
 
-def split_by_class(source: Source, table: Table) -> dict[str, Table]:
+def split_by_class(context: ReaderContext, table: Table) -> dict[str, Table]:
     """The first half of the classes as train and the second as test, which the notes say."""
     if table.num_classes < 2:
         raise ValueError(
-            f"{source.name}: at least 2 classes are wanted to train and test on, got {table.num_classes} in {table.root}"
+            f"{context.name}: at least 2 classes are wanted to train and test on, got {table.num_classes} in {table.root}"
         )
     first, second = halves(table)
-    source.notes.append(
+    context.notes.append(
         f"no split is given: the first {first.num_classes:,} classes by name train, the other {second.num_classes:,} test"
     )
-    return {"train": replace(first, name=f"{source.name}/train"), "test": replace(second, name=f"{source.name}/test")}
+    return {"train": replace(first, name=f"{context.name}/train"), "test": replace(second, name=f"{context.name}/test")}
 
 
-def read_folder(source: Source) -> DataSet:
+def read_folder(context: ReaderContext) -> DataSet:
     """train, test and val below the root, or the classes themselves."""
-    found = {split: [name for name in names if (source.root / name).is_dir()] for split, names in SPLITS.items()}
+    found = {split: [name for name in names if (context.root / name).is_dir()] for split, names in SPLITS.items()}
     if found["train"]:
         for split, names in found.items():
             if len(names) > 1:
-                raise ValueError(f"{source.name}: {source.root} has both {' and '.join(names)}: keep one for {split}")
-        trees = {split: walk(source, source.root, names[0]) for split, names in found.items() if names}
-        splits = tables(source, source.root, trees)
+                raise ValueError(f"{context.name}: {context.root} has both {' and '.join(names)}: keep one for {split}")
+        trees = {split: walk(context, context.root, names[0]) for split, names in found.items() if names}
+        splits = tables(context, context.root, trees)
     else:
-        splits = split_by_class(source, tables(source, source.root, {"all": walk(source, source.root)})["all"])
+        splits = split_by_class(context, tables(context, context.root, {"all": walk(context, context.root)})["all"])
     if len(splits) == 1:
-        source.notes.append("there is neither test nor val: nothing to evaluate on")
-    return source.finish(splits, protocols={split: "all-vs-all" for split in splits if split != "train"}, ks=(1, 10, 100))
+        context.notes.append("there is neither test nor val: nothing to evaluate on")
+    return context.finish(splits, protocols={split: "all-vs-all" for split in splits if split != "train"}, ks=(1, 10, 100))
 
 
-def read_omniglot(source: Source) -> DataSet:
+def read_omniglot(context: ReaderContext) -> DataSet:
     """Background alphabets train, evaluation alphabets test; the alphabet is the category, the character the class."""
-    folder, _ = source.folder(ALPHABETS["train"])
+    folder, _ = context.folder(ALPHABETS["train"])
     for name in ALPHABETS.values():
         if not (folder / name).is_dir():
-            raise FileNotFoundError(f"{source.name}: {folder / name} is missing. Wanted: {source.reader.layout}")
-    trees = {split: walk(source, folder, name) for split, name in ALPHABETS.items()}
-    splits = tables(source, folder, trees)
+            raise FileNotFoundError(f"{context.name}: {folder / name} is missing. Wanted: {context.reader.layout}")
+    trees = {split: walk(context, folder, name) for split, name in ALPHABETS.items()}
+    splits = tables(context, folder, trees)
     for split, tree in trees.items():
         if not tree.has_categories:
             raise ValueError(
-                f"omniglot: {folder / ALPHABETS[split]} must hold folders ALPHABET/CHARACTER. Wanted: {source.reader.layout}"
+                f"omniglot: {folder / ALPHABETS[split]} must hold folders ALPHABET/CHARACTER. Wanted: {context.reader.layout}"
             )
-    return source.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 2, 4, 8, 16))
+    return context.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 2, 4, 8, 16))
 
 
 FOLDER = Reader(
@@ -169,5 +169,5 @@ OMNIGLOT = Reader(
     title="Omniglot",
     layout="images_background.zip and images_evaluation.zip unpacked side by side: ALPHABET/CHARACTER/image.png",
     load=read_omniglot,
-    sizes={"train": (Size(19_280, 964),), "test": (Size(13_180, 659),)},
+    sizes={"train": (SplitSize(19_280, 964),), "test": (SplitSize(13_180, 659),)},
 )

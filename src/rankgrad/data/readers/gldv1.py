@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from rankgrad.data.readers.base import DataSet, Reader, Size, Source
-from rankgrad.data.readers.list_files import Column, Rows, as_labels, brief, check_rows, numbered_csv
+from rankgrad.data.readers.base import DataSet, Reader, ReaderContext, SplitSize
+from rankgrad.data.readers.list_files import Column, ParsedRows, as_labels, brief, check_rows, numbered_csv
 
 CSV_COLUMNS = (Column("id", unique=True), Column("url"), Column("landmark_id", "integer"))
 LIST_COLUMNS = (Column("path", "path", unique=True), Column("label"))
@@ -13,34 +13,34 @@ IMAGE_FOLDERS = ("train", "images", "jpg", "")
 _ID = re.compile(r"[0-9A-Za-z_-]{1,128}")
 
 
-def read_gldv1(source: Source) -> DataSet:
+def read_gldv1(context: ReaderContext) -> DataSet:
     """Kaggle's train.csv, images named <id>.jpg, or a list of paths and labels as in naver's landmarks18."""
-    folder, mark = source.folder("train.csv", "lists/train.txt")
+    folder, mark = context.folder("train.csv", "lists/train.txt")
     if mark == "train.csv":
-        rows = _csv_rows(source, folder / mark)
+        rows = _csv_rows(context, folder / mark)
         paths, labels = [f"{image}.jpg" for image in rows.texts["id"]], rows.integers("landmark_id")
     else:
-        rows = source.rows(folder / mark, *LIST_COLUMNS)
+        rows = context.rows(folder / mark, *LIST_COLUMNS)
         paths, labels = rows.texts["path"], as_labels(rows.texts["label"])
-    source.problems.settle()
+    context.errors.raise_if_any()
 
     root = _image_folder(folder, paths)
-    source.notes.append(
+    context.notes.append(
         "RS@k trained on 1,060,709 images of 12,894 landmarks, chosen from the 1,225,029 of 14,951 by a rule it does not give"
     )
-    return source.finish({"train": source.table("train", root, paths, labels, listed_at=rows)}, protocols={}, ks=())
+    return context.finish({"train": context.table("train", root, paths, labels, listed_at=rows)}, protocols={}, ks=())
 
 
-def _csv_rows(source: Source, path: Path) -> Rows:
-    lines = numbered_csv(path, source.problems)
+def _csv_rows(context: ReaderContext, path: Path) -> ParsedRows:
+    lines = numbered_csv(path, context.errors)
     wanted = [column.name for column in CSV_COLUMNS]
     number, header = next(lines, (1, []))
     if header != wanted:
-        source.problems.add(f"{path}:{number}", f"the header {','.join(wanted)!r} wanted, got {brief(','.join(header))}")
-    rows = check_rows(path, lines, CSV_COLUMNS, source.problems)
+        context.errors.add(f"{path}:{number}", f"the header {','.join(wanted)!r} wanted, got {brief(','.join(header))}")
+    rows = check_rows(path, lines, CSV_COLUMNS, context.errors)
     for i, image in enumerate(rows.texts["id"]):
         if not _ID.fullmatch(image):
-            source.problems.add(rows.where(i), f"id must be letters and digits, it names a file, got {brief(image)}")
+            context.errors.add(rows.where(i), f"id must be letters and digits, it names a file, got {brief(image)}")
     return rows
 
 
@@ -57,5 +57,5 @@ GLDV1 = Reader(
     title="Google Landmarks v1 (2018)",
     layout="train.csv (id,url,landmark_id) with images train/<id>.jpg, or lists/train.txt (path label) with those paths",
     load=read_gldv1,
-    sizes={"train": (Size(1_225_029, 14_951), Size(1_060_709, 12_894))},
+    sizes={"train": (SplitSize(1_225_029, 14_951), SplitSize(1_060_709, 12_894))},
 )

@@ -4,20 +4,22 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from rankgrad.data.readers.base import DataSet, Reader, Size, Source
-from rankgrad.data.readers.list_files import Column, Rows, brief, positions
+from rankgrad.data.readers.base import DataSet, Reader, ReaderContext, SplitSize
+from rankgrad.data.readers.list_files import Column, ParsedRows, brief, positions
 
 LIST = "Inaturalist_{}_set1.txt"
 
 
-def read_inat(source: Source) -> DataSet:
+def read_inat(context: ReaderContext) -> DataSet:
     """Lists of paths train_val2018/<supercategory>/<category>/<image>; the two folders together are the class."""
-    folder, mark = source.folder(f"Inat_dataset_splits/{LIST.format('train')}", LIST.format("train"))
+    folder, mark = context.folder(f"Inat_dataset_splits/{LIST.format('train')}", LIST.format("train"))
     where = (folder / mark).parent
-    lists = {split: source.rows(where / LIST.format(split), Column("path", "path", unique=True)) for split in ("train", "test")}
+    lists = {
+        split: context.rows(where / LIST.format(split), Column("path", "path", unique=True)) for split in ("train", "test")
+    }
     for rows in lists.values():
-        _check(rows, source)
-    source.problems.settle()
+        _check(rows, context)
+    context.errors.raise_if_any()
 
     together = [path for rows in lists.values() for path in rows.texts["path"]]
     parts = [PurePosixPath(path).parts for path in together]
@@ -29,7 +31,7 @@ def read_inat(source: Source) -> DataSet:
     splits, start = {}, 0
     for split, rows in lists.items():
         chosen = slice(start, start + len(rows))
-        splits[split] = source.table(
+        splits[split] = context.table(
             split,
             folder,
             rows.texts["path"],
@@ -39,14 +41,14 @@ def read_inat(source: Source) -> DataSet:
             listed_at=rows,
         )
         start += len(rows)
-    return source.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 4, 16, 32))
+    return context.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 4, 16, 32))
 
 
-def _check(rows: Rows, source: Source) -> None:
+def _check(rows: ParsedRows, context: ReaderContext) -> None:
     for i, path in enumerate(rows.texts["path"]):
         parts = PurePosixPath(path).parts
         if len(parts) != 4 or not (parts[2].isascii() and parts[2].isdigit()):
-            source.problems.add(rows.where(i), f"a path like train_val2018/Aves/3021/x.jpg wanted, got {brief(path)}")
+            context.errors.add(rows.where(i), f"a path like train_val2018/Aves/3021/x.jpg wanted, got {brief(path)}")
 
 
 INAT = Reader(
@@ -54,5 +56,5 @@ INAT = Reader(
     title="iNaturalist 2018, split of Smooth-AP",
     layout=f"{LIST.format('train')} and {LIST.format('test')} (of Smooth-AP) in Inat_dataset_splits, beside it train_val2018",
     load=read_inat,
-    sizes={"train": (Size(325_846, 5_690),), "test": (Size(136_093, 2_452),)},
+    sizes={"train": (SplitSize(325_846, 5_690),), "test": (SplitSize(136_093, 2_452),)},
 )

@@ -5,8 +5,8 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from rankgrad.data.readers.base import DataSet, Reader, Size, Source
-from rankgrad.data.readers.list_files import Column, Rows, brief, positions
+from rankgrad.data.readers.base import DataSet, Reader, ReaderContext, SplitSize
+from rankgrad.data.readers.list_files import Column, ParsedRows, brief, positions
 
 LIST = "list_eval_partition.txt"
 COLUMNS = (
@@ -17,12 +17,12 @@ COLUMNS = (
 _ITEM = re.compile(r"id_([0-9]{1,18})")
 
 
-def read_inshop(source: Source) -> DataSet:
+def read_inshop(context: ReaderContext) -> DataSet:
     """One list for all; the category of an image is gender and type in its path, img/WOMEN/Dresses/..."""
-    folder, mark = source.folder(f"Eval/{LIST}", LIST)
-    rows = source.rows(folder / mark, *COLUMNS, header=True, counted=True)
-    _check(rows, source)
-    source.problems.settle()
+    folder, mark = context.folder(f"Eval/{LIST}", LIST)
+    rows = context.rows(folder / mark, *COLUMNS, header=True, counted=True)
+    _check(rows, context)
+    context.errors.raise_if_any()
 
     paths = rows.texts["image_name"]
     items = np.array([int(item.removeprefix("id_")) for item in rows.texts["item_id"]], dtype=np.int64)
@@ -33,31 +33,29 @@ def read_inshop(source: Source) -> DataSet:
     splits = {}
     for split, chosen in (("train", status == "train"), ("test", status != "train")):
         index = np.flatnonzero(chosen)
-        splits[split] = source.table(
+        splits[split] = context.table(
             split,
             root,
             [paths[i] for i in index],
             items[index],
             categories=categories[index],
             category_names=names,
-            listed_at=Rows(rows.path, [rows.lines[i] for i in index]),
+            listed_at=ParsedRows(rows.path, [rows.lines[i] for i in index]),
             **({} if split == "train" else {"is_query": status[index] == "query", "is_gallery": status[index] == "gallery"}),
         )
-    source.notes.append(
+    context.notes.append(
         "FastAP states 28,760 test images and RaMBO 54,642 images of 11,735 classes in all; "
         "the files have 26,830 and 52,712 of 7,982, which is what counts here"
     )
-    return source.finish(splits, protocols={"test": "query-gallery"}, ks=(1, 10, 20, 30, 40, 50))
+    return context.finish(splits, protocols={"test": "query-gallery"}, ks=(1, 10, 20, 30, 40, 50))
 
 
-def _check(rows: Rows, source: Source) -> None:
+def _check(rows: ParsedRows, context: ReaderContext) -> None:
     for i, (path, item) in enumerate(zip(rows.texts["image_name"], rows.texts["item_id"], strict=True)):
         if not _ITEM.fullmatch(item):
-            source.problems.add(rows.where(i), f"item_id must be like id_00000002, got {brief(item)}")
+            context.errors.add(rows.where(i), f"item_id must be like id_00000002, got {brief(item)}")
         if len(PurePosixPath(path).parts) < 4:
-            source.problems.add(
-                rows.where(i), f"image_name must be like img/WOMEN/Dresses/id_00000002/x.jpg, got {brief(path)}"
-            )
+            context.errors.add(rows.where(i), f"image_name must be like img/WOMEN/Dresses/id_00000002/x.jpg, got {brief(path)}")
 
 
 INSHOP = Reader(
@@ -65,5 +63,5 @@ INSHOP = Reader(
     title="In-Shop Clothes Retrieval (DeepFashion)",
     layout=f"Eval/{LIST} (or {LIST} beside the images) and img.zip, not img_highres.zip, unpacked: img/WOMEN, img/MEN",
     load=read_inshop,
-    sizes={"train": (Size(25_882, 3_997),), "test": (Size(26_830, 3_985, queries=14_218),)},
+    sizes={"train": (SplitSize(25_882, 3_997),), "test": (SplitSize(26_830, 3_985, queries=14_218),)},
 )

@@ -19,7 +19,7 @@ SHOWN = 10
 _INTEGER = re.compile(r"[0-9]{1,18}")
 
 
-class Problems:
+class ReadErrors:
     """What is wrong with the lists of a data set, said in one error once all of them are read."""
 
     def __init__(self, name: str) -> None:
@@ -29,10 +29,10 @@ class Problems:
     def add(self, where: str, sentence: str) -> None:
         self._found.append(f"{where}: {sentence}")
 
-    def settle(self) -> None:
+    def raise_if_any(self) -> None:
         """Raise if there were any."""
         if self._found:
-            heading = "1 problem" if len(self._found) == 1 else f"{len(self._found):,} problems"
+            heading = "1 error" if len(self._found) == 1 else f"{len(self._found):,} errors"
             raise ValueError(f"{self.name}: {heading} in its lists:\n{listing(self._found)}")
 
 
@@ -49,7 +49,7 @@ def brief(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
-def numbered_lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
+def numbered_lines(path: Path, errors: ReadErrors) -> Iterator[tuple[int, str]]:
     """Number and text of each line with its line end; a byte order mark is dropped, a bad line is a problem."""
     with path.open("rb") as file:
         number = 0
@@ -57,26 +57,26 @@ def numbered_lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
             number += 1
             where = f"{path}:{number}"
             if len(raw) > MAX_LINE:
-                problems.add(where, f"the line is longer than {MAX_LINE // 1024} KiB, this is not the list it should be")
+                errors.add(where, f"the line is longer than {MAX_LINE // 1024} KiB, this is not the list it should be")
                 return
             if b"\0" in raw:
-                problems.add(where, "the line holds a NUL byte, this is not a text file")
+                errors.add(where, "the line holds a NUL byte, this is not a text file")
                 continue
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                problems.add(where, f"not UTF-8 at byte {error.start + 1} of the line ({raw[error.start : error.start + 1]!r})")
+                errors.add(where, f"not UTF-8 at byte {error.start + 1} of the line ({raw[error.start : error.start + 1]!r})")
                 continue
             yield number, text
 
 
-def numbered_csv(path: Path, problems: Problems) -> Iterator[tuple[int, list[str]]]:
+def numbered_csv(path: Path, errors: ReadErrors) -> Iterator[tuple[int, list[str]]]:
     """First line and cells of each row of a CSV file that is not empty; what is no CSV is a problem and ends it."""
     current = 0
 
     def texts() -> Iterator[str]:
         nonlocal current
-        for current, text in numbered_lines(path, problems):  # noqa: B007 (read below, after a row is complete)
+        for current, text in numbered_lines(path, errors):  # noqa: B007 (read below, after a row is complete)
             yield text
 
     reader = csv.reader(texts(), strict=True)
@@ -87,7 +87,7 @@ def numbered_csv(path: Path, problems: Problems) -> Iterator[tuple[int, list[str
         except StopIteration:
             return
         except csv.Error as error:
-            problems.add(f"{path}:{start}", f"the row that begins here is no CSV ({error})")
+            errors.add(f"{path}:{start}", f"the row that begins here is no CSV ({error})")
             return
         if values:
             yield start, [value.strip() for value in values]
@@ -119,7 +119,7 @@ class Column:
 
 
 @dataclass
-class Rows:
+class ParsedRows:
     """A list by columns, bad rows left out, with the line each row came from."""
 
     path: Path
@@ -137,20 +137,20 @@ class Rows:
 
 
 def read_rows(
-    path: Path, columns: Sequence[Column], problems: Problems, *, header: bool = False, counted: bool = False
-) -> Rows:
+    path: Path, columns: Sequence[Column], errors: ReadErrors, *, header: bool = False, counted: bool = False
+) -> ParsedRows:
     """A list of columns separated by white space.
 
     Args:
         path: the file.
         columns: what a line holds. With a single column, spaces belong to it.
-        problems: receives what is wrong.
+        errors: receives what is wrong.
         header: the first line names the columns.
         counted: before all others there is a line with the number of rows, as in DeepFashion.
     """
 
     def fields() -> Iterator[tuple[int, list[str]]]:
-        for number, line in numbered_lines(path, problems):
+        for number, line in numbered_lines(path, errors):
             values = line.split() if len(columns) > 1 else [line.strip()]
             if values and values != [""]:
                 yield number, values
@@ -162,26 +162,26 @@ def read_rows(
         if len(values) == 1 and _INTEGER.fullmatch(values[0]):
             stated = int(values[0])
         else:
-            problems.add(f"{path}:{number}", f"the number of rows wanted, got {brief(' '.join(values))}")
+            errors.add(f"{path}:{number}", f"the number of rows wanted, got {brief(' '.join(values))}")
     if header:
         number, values = next(lines, (1, []))
         names = [column.name for column in columns]
         if values != names:
-            problems.add(f"{path}:{number}", f"the header {' '.join(names)!r} wanted, got {brief(' '.join(values))}")
-    rows = check_rows(path, lines, columns, problems)
+            errors.add(f"{path}:{number}", f"the header {' '.join(names)!r} wanted, got {brief(' '.join(values))}")
+    rows = check_rows(path, lines, columns, errors)
     if stated is not None and stated != len(rows):
-        problems.add(f"{path}:1", f"{stated:,} rows announced, {len(rows):,} found: the file is cut or was changed")
+        errors.add(f"{path}:1", f"{stated:,} rows announced, {len(rows):,} found: the file is cut or was changed")
     return rows
 
 
-def check_rows(path: Path, lines: Iterable[tuple[int, list[str]]], columns: Sequence[Column], problems: Problems) -> Rows:
+def check_rows(path: Path, lines: Iterable[tuple[int, list[str]]], columns: Sequence[Column], errors: ReadErrors) -> ParsedRows:
     """The numbered `lines` as columns; a line that is not as it should be is a problem and left out."""
-    rows = Rows(path, texts={column.name: [] for column in columns})
+    rows = ParsedRows(path, texts={column.name: [] for column in columns})
     seen: dict[str, dict[str, int]] = {column.name: {} for column in columns if column.unique}
     for number, values in lines:
         complaint = _line_complaint(values, columns, seen, number)
         if complaint:
-            problems.add(f"{path}:{number}", complaint)
+            errors.add(f"{path}:{number}", complaint)
             continue
         rows.lines.append(number)
         for column, value in zip(columns, values, strict=True):

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad.data.readers.base import DataSet, Reader, Source
+from rankgrad.data.readers.base import DataSet, Reader, ReaderContext
 from rankgrad.data.readers.folder import split_by_class
-from rankgrad.data.readers.list_files import Problems, Rows, as_labels, brief, numbered_csv, positions
+from rankgrad.data.readers.list_files import ParsedRows, ReadErrors, as_labels, brief, numbered_csv, positions
 from rankgrad.data.table import Table, path_complaint
 
 SPLITS = ("train", "validation", "test")
@@ -21,68 +21,68 @@ KNOWN = (*REQUIRED, "split", "category", "is_query", "is_gallery", *BOX)
 FLAGS = {"": False, "true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
-def read_csv(source: Source) -> DataSet:
+def read_csv(context: ReaderContext) -> DataSet:
     """A line per image; without a column split the first half of the classes trains and the second tests."""
-    path = _manifest(source)
-    rows = _read(source, path)
-    _check(rows, source.problems)
-    source.problems.settle()
+    path = _manifest(context)
+    rows = _read(context, path)
+    _check(rows, context.errors)
+    context.errors.raise_if_any()
     if not len(rows):
-        raise ValueError(f"{source.name}: {path} lists no image")
+        raise ValueError(f"{context.name}: {path} lists no image")
     columns = _columns(rows)
     if "split" in rows.texts:
         named = np.array(rows.texts["split"])
         splits = {
-            split: _table(source, split, rows, columns, np.flatnonzero(named == split)) for split in SPLITS if split in named
+            split: _table(context, split, rows, columns, np.flatnonzero(named == split)) for split in SPLITS if split in named
         }
     else:
-        splits = split_by_class(source, _table(source, "all", rows, columns, np.arange(len(rows))))
+        splits = split_by_class(context, _table(context, "all", rows, columns, np.arange(len(rows))))
     protocols = {
         split: "all-vs-all" if table.is_query is None else "query-gallery"
         for split, table in splits.items()
         if split != "train"
     }
     if not protocols:
-        source.notes.append("it has only training images: nothing to evaluate on")
-    return source.finish(splits, protocols=protocols, ks=(1, 10, 100))
+        context.notes.append("it has only training images: nothing to evaluate on")
+    return context.finish(splits, protocols=protocols, ks=(1, 10, 100))
 
 
-def _manifest(source: Source) -> Path:
-    if source.root.is_file():
-        return source.root
-    if (source.root / "dataset.csv").is_file():
-        return source.root / "dataset.csv"
-    found = sorted(source.root.glob("*.csv"))
+def _manifest(context: ReaderContext) -> Path:
+    if context.root.is_file():
+        return context.root
+    if (context.root / "dataset.csv").is_file():
+        return context.root / "dataset.csv"
+    found = sorted(context.root.glob("*.csv"))
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "none"
         raise FileNotFoundError(
-            f"{source.name}: {source.root} must hold one CSV file or dataset.csv, got {names}: name the file"
+            f"{context.name}: {context.root} must hold one CSV file or dataset.csv, got {names}: name the file"
         )
     return found[0]
 
 
-def _read(source: Source, path: Path) -> Rows:
-    lines = numbered_csv(path, source.problems)
+def _read(context: ReaderContext, path: Path) -> ParsedRows:
+    lines = numbered_csv(path, context.errors)
     _, header = next(lines, (1, []))
-    _check_header(source, path, header)
-    rows = Rows(path, texts={name: [] for name in header})
+    _check_header(context, path, header)
+    rows = ParsedRows(path, texts={name: [] for name in header})
     for number, values in lines:
         if len(values) != len(header):
             complaint = f"{len(header)} columns wanted ({','.join(header)}), got {len(values)}: {brief(','.join(values))}"
-            source.problems.add(f"{path}:{number}", complaint)
+            context.errors.add(f"{path}:{number}", complaint)
             continue
         rows.lines.append(number)
         for name, value in zip(header, values, strict=True):
             rows.texts[name].append(value)
     ignored = [name for name in header if name not in KNOWN]
     if ignored:
-        source.notes.append(f"columns that mean nothing here: {', '.join(map(repr, ignored))}")
+        context.notes.append(f"columns that mean nothing here: {', '.join(map(repr, ignored))}")
     return rows
 
 
-def _check_header(source: Source, path: Path, header: list[str]) -> None:
+def _check_header(context: ReaderContext, path: Path, header: list[str]) -> None:
     # a bad first line has been noted by the time the header is missed
-    source.problems.settle()
+    context.errors.raise_if_any()
     absent = [name for name in REQUIRED if name not in header]
     if any(name in header for name in ("is_query", "is_gallery")):
         absent += [name for name in ("split", "is_query", "is_gallery") if name not in header]
@@ -91,24 +91,24 @@ def _check_header(source: Source, path: Path, header: list[str]) -> None:
     if absent:
         hint = " (columns are separated by commas)" if len(header) == 1 else ""
         raise ValueError(
-            f"{source.name}: {path}:1: the header lacks {', '.join(absent)}, got {brief(','.join(header))}{hint}. "
-            f"Wanted: {source.reader.layout}"
+            f"{context.name}: {path}:1: the header lacks {', '.join(absent)}, got {brief(','.join(header))}{hint}. "
+            f"Wanted: {context.reader.layout}"
         )
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
-        raise ValueError(f"{source.name}: {path}:1: columns named twice: {', '.join(twice)}")
+        raise ValueError(f"{context.name}: {path}:1: columns named twice: {', '.join(twice)}")
 
 
-def _check(rows: Rows, problems: Problems) -> None:
+def _check(rows: ParsedRows, errors: ReadErrors) -> None:
     first: dict[tuple[str, ...], int] = {}
     keys = [rows.texts[name] for name in ("path", *BOX) if name in rows.texts]
     for i, line in enumerate(rows.lines):
         values = {name: texts[i] for name, texts in rows.texts.items()}
         for complaint in _complaints(values):
-            problems.add(rows.where(i), complaint)
+            errors.add(rows.where(i), complaint)
         before = first.setdefault(tuple(key[i] for key in keys), line)
         if before != line:
-            problems.add(rows.where(i), f"path {brief(values['path'])} was listed before, in line {before}")
+            errors.add(rows.where(i), f"path {brief(values['path'])} was listed before, in line {before}")
 
 
 def _complaints(values: dict[str, str]) -> Iterator[str]:
@@ -136,7 +136,7 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def _columns(rows: Rows) -> dict[str, Any]:
+def _columns(rows: ParsedRows) -> dict[str, Any]:
     columns: dict[str, Any] = {"labels": as_labels(rows.texts["label"])}
     categories = rows.texts.get("category", [])
     if any(categories):
@@ -152,17 +152,17 @@ def _columns(rows: Rows) -> dict[str, Any]:
     return columns
 
 
-def _table(source: Source, split: str, rows: Rows, columns: dict[str, Any], index: NDArray[np.int64]) -> Table:
-    listed_at = Rows(rows.path, [rows.lines[i] for i in index])
+def _table(context: ReaderContext, split: str, rows: ParsedRows, columns: dict[str, Any], index: NDArray[np.int64]) -> Table:
+    listed_at = ParsedRows(rows.path, [rows.lines[i] for i in index])
     known = {name: values if name == "category_names" else values[index] for name, values in columns.items()}
     labels = known.pop("labels")
     if "is_query" in known:
-        _settle_flags(source, split, listed_at, known)
+        _settle_flags(context, split, listed_at, known)
     paths = [rows.texts["path"][i] for i in index]
-    return source.table(split, rows.path.parent, paths, labels, listed_at=listed_at, **known)
+    return context.table(split, rows.path.parent, paths, labels, listed_at=listed_at, **known)
 
 
-def _settle_flags(source: Source, split: str, listed_at: Rows, known: dict[str, Any]) -> None:
+def _settle_flags(context: ReaderContext, split: str, listed_at: ParsedRows, known: dict[str, Any]) -> None:
     """Take the flags away where they say nothing: in train, where all are empty, where every image is both."""
     is_query, is_gallery = known["is_query"], known["is_gallery"]
     both = bool(is_query.all() and is_gallery.all())
@@ -170,10 +170,10 @@ def _settle_flags(source: Source, split: str, listed_at: Rows, known: dict[str, 
         del known["is_query"], known["is_gallery"]
         return
     for i in np.flatnonzero(~(is_query | is_gallery)).tolist():
-        source.problems.add(listed_at.where(i), f"an image of {split} must be query or gallery or both, this one is neither")
+        context.errors.add(listed_at.where(i), f"an image of {split} must be query or gallery or both, this one is neither")
     for name, flags in (("is_query", is_query), ("is_gallery", is_gallery)):
         if not flags.any():
-            source.problems.add(str(listed_at.path), f"{split} has no image with {name}")
+            context.errors.add(str(listed_at.path), f"{split} has no image with {name}")
 
 
 CSV = Reader(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad.data.readers.base import DataSet, Reader, Size, Source
+from rankgrad.data.readers.base import DataSet, Reader, ReaderContext, SplitSize
 from rankgrad.data.readers.list_files import Column, brief
 from rankgrad.data.readers.safe_pickle import load_plain
 from rankgrad.data.table import GroundTruth, path_complaint
@@ -54,18 +54,18 @@ def read_ground_truth(path: Path) -> Revisited:
     return Revisited(tuple(gallery), tuple(queries), np.array(boxes, dtype=np.float64).reshape(-1, 4), truth)
 
 
-def read_revisited(source: Source, *, name: str) -> DataSet:
+def read_revisited(context: ReaderContext, *, name: str) -> DataSet:
     """The test split: the queries, cropped to their boxes, then the gallery."""
     mark = f"gnd_{name}.pkl"
     # <name>/gnd_<name>.pkl comes first: the folder above both data sets is where the distractors lie
-    folder, found = source.folder(f"{name}/{mark}", mark)
+    folder, found = context.folder(f"{name}/{mark}", mark)
     folder = (folder / found).parent
     content = read_ground_truth(folder / mark)
     names = (*content.queries, *content.gallery)
     is_query = np.arange(len(names)) < len(content.queries)
     boxes = np.full((len(names), 4), np.nan)
     boxes[is_query] = content.boxes
-    test = source.table(
+    test = context.table(
         "test",
         folder,
         [f"jpg/{image}.jpg" for image in names],
@@ -79,16 +79,16 @@ def read_revisited(source: Source, *, name: str) -> DataSet:
     for place in (folder / DISTRACTORS, folder.parent / DISTRACTORS):
         listed = place / f"{DISTRACTORS}.txt"
         if listed.is_file():
-            rows = source.rows(listed, Column("path", "path", unique=True))
+            rows = context.rows(listed, Column("path", "path", unique=True))
             labels = np.full(len(rows), -1, dtype=np.int64)
-            splits["distractors"] = source.table("distractors", place / "jpg", rows.texts["path"], labels, listed_at=rows)
+            splits["distractors"] = context.table("distractors", place / "jpg", rows.texts["path"], labels, listed_at=rows)
             break
     else:
-        source.notes.append(f"without the 1M distractors: {folder.parent / DISTRACTORS / DISTRACTORS}.txt is not there")
-    source.notes.append(
+        context.notes.append(f"without the 1M distractors: {folder.parent / DISTRACTORS / DISTRACTORS}.txt is not there")
+    context.notes.append(
         "archives downloaded since June 2022 have blurred faces, published numbers before that are of the originals"
     )
-    return source.finish(splits, protocols={"test": "roxford"}, ks=(1, 5, 10))
+    return context.finish(splits, protocols={"test": "roxford"}, ks=(1, 5, 10))
 
 
 def _kind(value: object) -> str:
@@ -130,7 +130,7 @@ def _reader(name: str, title: str, gallery: int) -> Reader:
         title=title,
         layout=f"{name}/gnd_{name}.pkl with {name}/jpg, and, if wanted, {DISTRACTORS}/{DISTRACTORS}.txt with {DISTRACTORS}/jpg",
         load=partial(read_revisited, name=name),
-        sizes={"test": (Size(gallery + QUERIES, 0, queries=QUERIES),)},
+        sizes={"test": (SplitSize(gallery + QUERIES, 0, queries=QUERIES),)},
     )
 
 

@@ -1,6 +1,6 @@
 """Stanford Online Products: product photographs in 12 categories."""
 
-from rankgrad.data.readers.base import DataSet, Reader, Size, Source
+from rankgrad.data.readers.base import DataSet, Reader, ReaderContext, SplitSize
 from rankgrad.data.readers.list_files import Column
 
 # of super_class_id 1 to 12
@@ -16,12 +16,12 @@ COLUMNS = (
 )
 
 
-def read_sop(source: Source) -> DataSet:
+def read_sop(context: ReaderContext) -> DataSet:
     """Ebay_train.txt and Ebay_test.txt, a header and a line per image."""
-    folder, _ = source.folder("Ebay_train.txt")
-    lists = {split: source.rows(folder / f"Ebay_{split}.txt", *COLUMNS, header=True) for split in ("train", "test")}
+    folder, _ = context.folder("Ebay_train.txt")
+    lists = {split: context.rows(folder / f"Ebay_{split}.txt", *COLUMNS, header=True) for split in ("train", "test")}
     splits = {
-        split: source.table(
+        split: context.table(
             split,
             folder,
             rows.texts["path"],
@@ -32,7 +32,7 @@ def read_sop(source: Source) -> DataSet:
         )
         for split, rows in lists.items()
     }
-    return source.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 10, 100, 1000))
+    return context.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 10, 100, 1000))
 
 
 SOP = Reader(
@@ -40,5 +40,5 @@ SOP = Reader(
     title="Stanford Online Products",
     layout="Stanford_Online_Products.zip unpacked: Ebay_train.txt, Ebay_test.txt and folders like bicycle_final",
     load=read_sop,
-    sizes={"train": (Size(59_551, 11_318),), "test": (Size(60_502, 11_316),)},
+    sizes={"train": (SplitSize(59_551, 11_318),), "test": (SplitSize(60_502, 11_316),)},
 )

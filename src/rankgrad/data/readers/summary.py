@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rankgrad.data.readers.base import DataSet, Reader, Size
+from rankgrad.data.readers.base import DataSet, Reader, SplitSize
 from rankgrad.data.table import Table
 
 
@@ -54,7 +54,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def _published(reader: Reader, data: DataSet) -> list[str]:
     lines = []
     for split, sizes in reader.sizes.items():
-        got = Size.of(data.splits[split]) if split in data.splits else None
+        got = SplitSize.of(data.splits[split]) if split in data.splits else None
         verdict = "as published" if got in sizes else "differs"
         lines.append(f"expected {split}: {' or '.join(map(str, sizes))}: {verdict}")
     return lines or ["expected: nothing is published, any counts are right"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad.data.readers.base import DataSet, Reader, Size, Source
+from rankgrad.data.readers.base import DataSet, Reader, ReaderContext, SplitSize
 from rankgrad.data.readers.list_files import Column
 
 LISTS = {"train": "train_list", "small": "test_list_800", "medium": "test_list_1600", "large": "test_list_2400"}
@@ -17,13 +17,13 @@ ATTRIBUTE_COLUMNS = (
 )
 
 
-def read_vehicleid(source: Source) -> DataSet:
+def read_vehicleid(context: ReaderContext) -> DataSet:
     """Lists of image and vehicle ids; the category of an image is the model of its vehicle, where that is known."""
-    folder, _ = source.folder("train_test_split/train_list.txt")
-    lists = {split: source.rows(folder / "train_test_split" / f"{name}.txt", *COLUMNS) for split, name in LISTS.items()}
-    model_of = _models(source, folder / "attribute" / "model_attr.txt")
+    folder, _ = context.folder("train_test_split/train_list.txt")
+    lists = {split: context.rows(folder / "train_test_split" / f"{name}.txt", *COLUMNS) for split, name in LISTS.items()}
+    model_of = _models(context, folder / "attribute" / "model_attr.txt")
     splits = {
-        split: source.table(
+        split: context.table(
             split,
             folder,
             [f"image/{image:07d}.jpg" for image in rows.integers("image").tolist()],
@@ -34,22 +34,22 @@ def read_vehicleid(source: Source) -> DataSet:
         )
         for split, rows in lists.items()
     }
-    source.notes.append(
+    context.notes.append(
         "the papers state 110,178 training and 7,332 / 12,995 / 20,038 test images; the released files, cleaned of fake "
         "plates, have 113,346 and 6,493 / 13,377 / 19,777"
     )
-    source.notes.append(
+    context.notes.append(
         "the papers rank every image of a test list against all others; re-identification papers draw one gallery image "
         "per vehicle (protocol vehicleid-official), which gives far lower numbers. Do not compare the two"
     )
-    return source.finish(splits, protocols=dict.fromkeys(("small", "medium", "large"), "all-vs-all"), ks=(1, 5))
+    return context.finish(splits, protocols=dict.fromkeys(("small", "medium", "large"), "all-vs-all"), ks=(1, 5))
 
 
-def _models(source: Source, path: Path) -> dict[int, int] | None:
-    if source.partial and not path.is_file():
-        source.notes.append(f"no categories: {path} is absent")
+def _models(context: ReaderContext, path: Path) -> dict[int, int] | None:
+    if context.partial and not path.is_file():
+        context.notes.append(f"no categories: {path} is absent")
         return None
-    rows = source.rows(path, *ATTRIBUTE_COLUMNS)
+    rows = context.rows(path, *ATTRIBUTE_COLUMNS)
     return dict(zip(rows.integers("vehicle").tolist(), rows.integers("model").tolist(), strict=True))
 
 
@@ -64,9 +64,9 @@ VEHICLEID = Reader(
     layout="VehicleID_V1.0.zip unpacked: image, train_test_split and attribute",
     load=read_vehicleid,
     sizes={
-        "train": (Size(113_346, 13_164),),
-        "small": (Size(6_493, 800),),
-        "medium": (Size(13_377, 1_600),),
-        "large": (Size(19_777, 2_400),),
+        "train": (SplitSize(113_346, 13_164),),
+        "small": (SplitSize(6_493, 800),),
+        "medium": (SplitSize(13_377, 1_600),),
+        "large": (SplitSize(19_777, 2_400),),
     },
 )
