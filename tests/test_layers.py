@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "models": set(),
     "eval": {"ops"},
     "train": {"data"},
-    "integrations": {"train"},
+    "integrations": {"rankgrad", "data", "train"},
     "runs": {"losses", "data", "models", "eval", "train", "integrations"},
     "detection": {"losses", "ops", "data", "models", "train", "runs", "report"},
     "recipes": {"runs", "detection"},

@@ -4,7 +4,9 @@ import pytest
 
 WORDS = ["card", "lost", "stolen", "balance", "transfer", "late", "fee", "wrong", "pin", "blocked", "new", "limit"]
 # a text repeats the two words of its class among others
-TEXTS = [f"{WORDS[2 * c]} {WORDS[2 * c + 1]} {WORDS[(7 * c + i) % 12]} {WORDS[(5 * i) % 12]}" for c in range(6) for i in range(8)]
+TEXTS = [
+    f"{WORDS[2 * c]} {WORDS[2 * c + 1]} {WORDS[(7 * c + i) % 12]} {WORDS[(5 * i) % 12]}" for c in range(6) for i in range(8)
+]
 CLASSES = [c for c in range(6) for _ in range(8)]
 
 

@@ -45,7 +45,9 @@ def trained(tmp_path, batch_size, accumulate):
         remove_unused_columns=False,
     )
     dataset = datasets.Dataset.from_dict({"inputs": INPUTS.tolist(), "labels": LABELS.tolist()})
-    transformers.Trainer(model, arguments, train_dataset=dataset, compute_loss_func=compute_loss_func(rg.SmoothAPLoss())).train()
+    transformers.Trainer(
+        model, arguments, train_dataset=dataset, compute_loss_func=compute_loss_func(rg.SmoothAPLoss())
+    ).train()
     return model.net.weight.detach()
 
 

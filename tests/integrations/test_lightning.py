@@ -7,10 +7,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch import LightningModule, Trainer
 
-import rankgrad as rg  # noqa: E402
-from rankgrad.integrations.lightning import RetrievalMetrics  # noqa: E402
+import rankgrad as rg
+from rankgrad.integrations.lightning import RetrievalMetrics
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs are not ours to mend
 

@@ -12,7 +12,7 @@ from rankgrad.integrations.pytorch_metric_learning import pml
 LABELS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 3])  # the last one has nothing to find
 
 
-def embeddings(items=len(LABELS), seed=0):
+def embeddings(items=9, seed=0):
     return torch.randn(items, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -66,5 +66,5 @@ def test_nothing_to_find_is_a_zero_loss():
 
 def test_their_wrapper_takes_it_and_their_losses_are_refused():
     assert isinstance(DistributedLossWrapper(pml(rg.SmoothAPLoss())).loss, losses.BaseMetricLossFunction)
-    with pytest.raises(TypeError, match="pml: loss must be a rank loss such as .*, got TripletMarginLoss"):
+    with pytest.raises(TypeError, match=r"pml: loss must be a rank loss such as .*, got TripletMarginLoss"):
         pml(losses.TripletMarginLoss())

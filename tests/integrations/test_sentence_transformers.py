@@ -6,11 +6,11 @@ import torch
 pytest.importorskip("sentence_transformers")
 datasets = pytest.importorskip("datasets")
 
+from integrations.conftest import CLASSES, TEXTS  # noqa: E402
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments  # noqa: E402
 from sentence_transformers.sentence_transformer import modules  # noqa: E402
 
 import rankgrad as rg  # noqa: E402
-from integrations.conftest import CLASSES, TEXTS  # noqa: E402
 from rankgrad.integrations.sentence_transformers import (  # noqa: E402
     CachedRankLoss,
     RankLoss,
@@ -79,7 +79,7 @@ def test_labels_that_do_not_fit_the_columns_are_explained(model, columns, labels
 
 
 def test_pairs_need_a_plain_loss(model):
-    with pytest.raises(TypeError, match="pairs need a plain rank loss such as .*, got SiMix"):
+    with pytest.raises(TypeError, match=r"pairs need a plain rank loss such as .*, got SiMix"):
         RankLoss(model, rg.SiMix(rg.RecallAtKLoss()))([features(model, TEXTS[:4])] * 2)
 
 

@@ -37,7 +37,8 @@ class compute_loss_func:  # noqa: N801  named like the Trainer's argument
             return outputs
         if not isinstance(outputs, Mapping):
             raise TypeError(
-                f"compute_loss_func: the model must return a tensor or a mapping with the embeddings, got {type(outputs).__name__}"
+                "compute_loss_func: the model must return a tensor or a mapping with the embeddings, "
+                f"got {type(outputs).__name__}"
             )
         fields = EMBEDDING_FIELDS if self.field is None else (self.field,)
         for name in fields:

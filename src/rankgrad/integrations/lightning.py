@@ -23,8 +23,8 @@ import rankgrad as rg
 class RetrievalMetrics(Callback):
     """Collects what `validation_step` and `test_step` return and logs the metrics of `rg.evaluate` at the end of the epoch.
 
-    A step returns a dictionary with "embeddings" [B, d] and "labels" [B]. With several processes the embeddings of all are evaluated
-    together; duplicates that a distributed sampler adds are counted like other items.
+    A step returns a dictionary with "embeddings" [B, d] and "labels" [B]. With several processes the embeddings of all of them
+    are evaluated together; duplicates that a distributed sampler adds count like other items.
 
     Args:
         metrics: which metrics to log; all by default.

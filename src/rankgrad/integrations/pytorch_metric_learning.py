@@ -24,8 +24,8 @@ import rankgrad as rg
 class RankMetricLoss(BaseMetricLossFunction):  # type: ignore[misc]
     """`loss` with the interface of `BaseMetricLossFunction`; make one with `pml`.
 
-    Every query is one element for the reducer, and a query without a relevant candidate is none. A miner's `indices_tuple` selects
-    pairs: a query then ranks only the candidates it was paired with, and only its positive pairs are relevant.
+    The reducer sees one element per query that has a relevant candidate. A miner's `indices_tuple` selects pairs: a query then
+    ranks only the candidates it was paired with, and only its positive pairs are relevant.
     """
 
     def __init__(self, loss: rg.RankLoss, **kwargs: Any) -> None:

@@ -32,11 +32,11 @@ class RankLoss(nn.Module):
 
     The columns of the dataset say what is relevant:
 
-    | columns                                  | label            | a query ranks                                  | relevant             |
-    | ---------------------------------------- | ---------------- | ---------------------------------------------- | -------------------- |
-    | text                                     | class, [B]       | the other texts of the batch                   | texts of its class   |
-    | anchor, positive, negatives ...          | none             | the positives and negatives of all rows        | its own positive     |
-    | query, document 1 ... document n         | grades, [B, n]   | the documents of its row                       | documents above 0    |
+    | columns                          | label          | a query ranks                           | relevant           |
+    | -------------------------------- | -------------- | --------------------------------------- | ------------------ |
+    | text                             | class, [B]     | the other texts of the batch            | texts of its class |
+    | anchor, positive, negatives ...  | none           | the positives and negatives of all rows | its own positive   |
+    | query, document 1 ... document n | grades, [B, n] | the documents of its row                | documents above 0  |
 
     Args:
         model: the `SentenceTransformer` being trained.
@@ -67,8 +67,9 @@ class RankLoss(nn.Module):
         if labels.ndim == 2 and labels.shape[1] == len(others):
             return self._graded_loss(first, others, labels)
         raise ValueError(
-            f"{self._name}: with {len(embeddings)} text columns the label column must hold {len(others)} grades per row, one for "
-            f"each document, got labels of shape {list(labels.shape)}; remove the label column to train on (anchor, positive) pairs"
+            f"{self._name}: with {len(embeddings)} text columns the label column must hold {len(others)} grades per row, one "
+            f"for each document, got labels of shape {list(labels.shape)}; remove the label column to train on (anchor, "
+            "positive) pairs"
         )
 
     def get_config_dict(self) -> dict[str, Any]:
@@ -90,7 +91,9 @@ class RankLoss(nn.Module):
 
     def _plain(self, use: str) -> rg.RankLoss:
         if not isinstance(self.loss, rg.RankLoss):
-            raise TypeError(f"{self._name}: {use} need a plain rank loss such as rg.SmoothAPLoss(), got {type(self.loss).__name__}")
+            raise TypeError(
+                f"{self._name}: {use} need a plain rank loss such as rg.SmoothAPLoss(), got {type(self.loss).__name__}"
+            )
         return self.loss
 
     def _pair_loss(self, anchors: Tensor, others: list[Tensor]) -> Tensor:
@@ -139,12 +142,10 @@ class CachedRankLoss(CachedLossMixin, RankLoss):
         self.show_progress_bar = show_progress_bar
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
-        value: Tensor = self.forward_cached(sentence_features, labels)
+        value: Tensor = CachedLossMixin.forward_cached(self, sentence_features, labels)
         return value
 
-    def calculate_loss(
-        self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
-    ) -> Tensor:
+    def calculate_loss(self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False) -> Tensor:
         value = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
         if not with_backward:
             return value
@@ -166,7 +167,9 @@ def class_balanced(per_class: int = 4) -> Callable[..., DefaultBatchSampler]:
         generator: torch.Generator | None = None,
         seed: int = 0,
     ) -> DefaultBatchSampler:
-        return _ClassBalanced(dataset, batch_size, drop_last, list(valid_label_columns or ()), generator, seed, per_class=per_class)
+        return _ClassBalanced(
+            dataset, batch_size, drop_last, list(valid_label_columns or ()), generator, seed, per_class=per_class
+        )
 
     return sampler
 
@@ -177,7 +180,9 @@ class _ClassBalanced(DefaultBatchSampler):
         column = next((name for name in columns if name in dataset.column_names), None)
         if column is None:
             wanted = ", ".join(map(repr, columns))
-            raise ValueError(f"class_balanced: the dataset must have a label column, one of {wanted}, got {dataset.column_names}")
+            raise ValueError(
+                f"class_balanced: the dataset must have a label column, one of {wanted}, got {dataset.column_names}"
+            )
         classes = {value: number for number, value in enumerate(dict.fromkeys(dataset[column]))}
         self._balanced = ClassBalanced([classes[value] for value in dataset[column]], batch_size, per_class, seed=self.seed)
 
@@ -190,7 +195,7 @@ class _ClassBalanced(DefaultBatchSampler):
 
 
 class RetrievalEvaluator(BaseEvaluator):
-    """Full-list retrieval metrics of labelled texts by `rg.evaluate`, each text a query against the others or against a gallery.
+    """Full-list retrieval metrics of labelled texts by `rg.evaluate`, each against the others or a gallery.
 
     Args:
         texts: the queries.
@@ -215,7 +220,9 @@ class RetrievalEvaluator(BaseEvaluator):
     ) -> None:
         super().__init__()
         if len(texts) != len(labels):
-            raise ValueError(f"RetrievalEvaluator: texts and labels must be of equal length, got {len(texts)} and {len(labels)}")
+            raise ValueError(
+                f"RetrievalEvaluator: texts and labels must be of equal length, got {len(texts)} and {len(labels)}"
+            )
         if (ref_texts is None) != (ref_labels is None) or (
             ref_texts is not None and ref_labels is not None and len(ref_texts) != len(ref_labels)
         ):
@@ -249,7 +256,8 @@ CITATION = """
 }
 @inproceedings{rolinek2020optimizing,
     title = {Optimizing Rank-Based Metrics with Blackbox Differentiation},
-    author = {Rol{\\'\\i}nek, Michal and Musil, V{\\'\\i}t and Paulus, Anselm and Vlastelica, Marin and Michaelis, Claudio and Martius, Georg},
+    author = {Rol{\\'\\i}nek, Michal and Musil, V{\\'\\i}t and Paulus, Anselm and Vlastelica, Marin and
+              Michaelis, Claudio and Martius, Georg},
     booktitle = {CVPR},
     year = {2020}
 }
