@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import rankgrad as rg
 
 
-class RankMetricLoss(BaseMetricLossFunction):  # type: ignore[misc]
+class RankMetricLoss(BaseMetricLossFunction):
     """`loss` with the interface of `BaseMetricLossFunction`; make one with `pml`.
 
     The reducer sees one element per query that has a relevant candidate. A miner's `indices_tuple` selects pairs: a query then
