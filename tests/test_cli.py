@@ -81,7 +81,7 @@ def test_a_bug_is_not_mistaken_for_a_missing_extra(monkeypatch):
         (["train", "sop-recall-at-k", "--lr", "0"], "rankgrad train: --lr must be at least 1e-12, got 0.0"),
         (
             ["train", "sop-recall-at-k", "--batch-size", "10"],
-            "batch_size must be a multiple of per_class (4), got 10; 8 or 12 is",
+            "--batch-size must be a multiple of --per-class (4), got 10; use 8 or 12",
         ),
         (["train", "--resume", "/no/such/run"], "/no/such/run is not the folder of a run"),
         (["train", "--device", "tpu9"], "rankgrad train: --device must be cpu, cuda or cuda:N, got 'tpu9'"),

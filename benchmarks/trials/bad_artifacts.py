@@ -24,7 +24,6 @@ from rankgrad.recipes.catalogue import find
 from rankgrad.report.page import page
 from rankgrad.report.run_reader import read_runs
 from rankgrad.runs.data_cache import DataCache, RunContext
-from rankgrad.runs.debug_version import shrunk
 from rankgrad.runs.pipeline import load_run, start_run
 from rankgrad.search import Gallery, Searcher, build_index, embed_images, folder_of_images, open_run
 from rankgrad.train.checkpoints import MANIFEST, STATE, WEIGHTS, RunFolder
@@ -50,7 +49,9 @@ class Runs:
         folder = self.root / "run"
         if not folder.exists():
             data = fake_datasets.build("folder", self.root / "data", classes=6, per_class=4)
-            recipe = shrunk(find("own-images")).with_settings({"validation": "half", "memory": 1, "loss": "rambo-recall"})
+            recipe = (
+                find("own-images").debug_version().with_settings({"validation": "half", "memory": 1, "loss": "rambo-recall"})
+            )
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 start_run(recipe, DataCache(RunContext(data, CPU)), folder, debug=False)
         return folder

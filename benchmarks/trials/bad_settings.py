@@ -8,7 +8,8 @@ from pathlib import Path
 from benchmarks.trials.fuzz_case import Case, command
 from rankgrad.cli.parser import flag_of
 from rankgrad.recipes.catalogue import RECIPES
-from rankgrad.runs.recipe import SETTINGS
+from rankgrad.runs.recipe import settings_of
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 VALUES = (
     *("", " ", "x", "-1", "0", "1.5", "1e400", "-1e400", "nan", "inf", "9" * 30, "9" * 400, "9" * 5000, "1__0", "1_000"),
@@ -36,7 +37,7 @@ class Flags:
         flags = list[str]()
         names = [nowhere.name]
         for _ in range(rng.choice((1, 1, 1, 2))):
-            setting = rng.choice(tuple(SETTINGS))
+            setting = rng.choice(tuple(settings_of(RetrievalRecipe)))
             flag = flag_of(setting) if rng.random() < 0.8 else rng.choice(OTHERS)
             value = rng.choice(VALUES)
             flags += self._spelled(flag, value, rng)

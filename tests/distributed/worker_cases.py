@@ -28,7 +28,6 @@ from rankgrad.data.seeds import generator
 from rankgrad.eval import evaluate_sharded, evaluate_table
 from rankgrad.recipes.catalogue import find
 from rankgrad.runs.data_cache import RunContext
-from rankgrad.runs.debug_version import shrunk
 from rankgrad.runs.equivalence import Equivalence, compare
 from rankgrad.train.checkpoints import RunFolder
 from rankgrad.train.errors import TrainingError
@@ -347,7 +346,7 @@ def runs(folder: Path, processes: Processes, stopped: Path | None) -> dict[str, 
 def equivalences(processes: Processes, folder: Path) -> dict[str, Equivalence]:
     """What `check-equivalence` finds, also where something is wrong."""
     place = RunContext(None, torch.device("cpu"), cache=folder / "cache", processes=processes)
-    recipe = shrunk(find("glyphs-recall-at-k"))
+    recipe = find("glyphs-recall-at-k").debug_version()
     found = {
         "ddp": compare(recipe, place, images=15),
         "fsdp": compare(recipe, replace(place, parallel="fsdp"), images=15),

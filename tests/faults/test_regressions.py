@@ -15,7 +15,8 @@ from rankgrad.data.table import Table
 from rankgrad.models import ModelSpec, build_model
 from rankgrad.report.run_reader import read_runs
 from rankgrad.runs.pipeline import _is_free, load_run
-from rankgrad.runs.recipe import SETTINGS, Recipe, parse
+from rankgrad.runs.recipe import settings_of
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\n"
 
@@ -70,20 +71,20 @@ def test_weights_that_no_network_can_use(change, message, tmp_path):
 @pytest.mark.parametrize("value", [10**400, 2**63, -(2**63)])
 def test_a_number_that_nothing_can_hold(value):
     for name in ("size", "lr", "seed", "chunk_size"):
-        with pytest.raises(ValueError, match=rf"{name} must be at most 9,223,372,036,854,775,807, got -?\d"):
-            Recipe(name="x", **{name: value})
+        with pytest.raises(ValueError, match=rf"`{name}` must be at most 9,223,372,036,854,775,807, got -?\d"):
+            RetrievalRecipe(name="x", **{name: value})
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1__0", "1_", "\u0663"])
 def test_text_that_is_no_number_is_told_by_its_flag(text):
-    with pytest.raises(ValueError, match=r"^batch_size must be an integer, got '") as caught:
-        parse(SETTINGS["batch_size"], text)
+    with pytest.raises(ValueError, match=r"^`batch_size` must be an integer, got '") as caught:
+        settings_of(RetrievalRecipe)["batch_size"].parse(text)
     assert len(str(caught.value)) < 200
 
 
 def test_thousands_may_still_be_marked():
-    assert parse(SETTINGS["batch_size"], "4_000") == 4000
-    assert parse(SETTINGS["batch_size"], "+16") == 16
+    assert settings_of(RetrievalRecipe)["batch_size"].parse("4_000") == 4000
+    assert settings_of(RetrievalRecipe)["batch_size"].parse("+16") == 16
 
 
 def test_a_flag_whose_value_is_the_end_of_flags(capsys):

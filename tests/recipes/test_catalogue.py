@@ -5,8 +5,7 @@ import re
 import pytest
 
 from rankgrad.recipes.catalogue import RECIPES, description, find, listing
-from rankgrad.runs.debug_version import shrunk
-from rankgrad.runs.recipe import Recipe
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 # typed from the papers' tables, independently of recipes/tables: recipe, split, metric, value, source
 PRINTED = """
@@ -141,9 +140,9 @@ def test_every_recipe_is_whole(recipe):
     for source, split in {(n.source, n.split) for n in recipe.published}:
         row = [n for n in recipe.published if (n.source, n.split) == (source, split) and n.metric.startswith("R@")]
         assert [n.value for n in row] == sorted(n.value for n in row if n.value is not None) or row[0].value is None
-    assert Recipe(name=recipe.name).with_settings(recipe.settings()).settings() == recipe.settings()
-    assert shrunk(recipe).loss == recipe.loss
-    assert shrunk(recipe).sampler == recipe.sampler
+    assert RetrievalRecipe(name=recipe.name).with_settings(recipe.settings()).settings() == recipe.settings()
+    assert recipe.debug_version().loss == recipe.loss
+    assert recipe.debug_version().sampler == recipe.sampler
 
 
 def test_unverified_settings_say_so():
@@ -184,7 +183,7 @@ def test_a_description_has_settings_numbers_and_notes():
     ("name", "message"),
     [
         ("sop-recal-at-k", "there is no recipe 'sop-recal-at-k': did you mean 'sop-recall-at-k'"),
-        ("%%%", "there is no recipe '%%%'; `rankgrad recipes` lists all"),
+        ("%%%", "there is no recipe '%%%': `rankgrad recipes` lists all"),
     ],
 )
 def test_an_unknown_recipe_gets_a_suggestion(name, message):

@@ -102,7 +102,7 @@ def test_a_crashed_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
 def test_a_wrong_combination_is_found_before_anything_runs(tmp_path, monkeypatch):
     training = FakeTraining()
     monkeypatch.setattr(sweep, "train_and_evaluate", training)
-    with pytest.raises(ValueError, match="batch_size must be a multiple of per_class"):
+    with pytest.raises(ValueError, match="`batch_size` must be a multiple of `per_class`"):
         sweep.sweep(RECIPE, {"batch_size": (960, 961)}, (0,), FakeDataCache(), tmp_path)
     assert training.runs == []
 
@@ -121,7 +121,7 @@ def test_grids():
     [
         (["lr"], "--grid wants SETTING=VALUE,VALUE,..., got 'lr'"),
         (["lrr=1"], "there is no setting 'lrr': did you mean 'lr'?"),
-        (["lr=fast"], "lr must be a finite number, got 'fast'"),
+        (["lr=fast"], "`lr` must be a finite number, got 'fast'"),
         (["seed=1,2"], "seed is decided by the sweep itself"),
         (["lr=1", "lr=2"], "lr is given twice"),
     ],

@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,21 +13,17 @@ from torch import nn
 
 import rankgrad as rg
 from rankgrad import cli
-from rankgrad.data.preprocessing import Crop
-from rankgrad.data.readers import READERS
 from rankgrad.data.table import GroundTruth, Table
 from rankgrad.eval import evaluate
-from rankgrad.models import BatchNorm, Pixels, Pool
 from rankgrad.recipes.catalogue import find
 from rankgrad.runs.data_cache import DataCache, RunContext, limited
-from rankgrad.runs.debug_version import shrunk
 from rankgrad.runs.landmark_images import landmark
-from rankgrad.runs.pipeline import load_run, start_run, train_settings
-from rankgrad.runs.recipe import SETTINGS, Published, Recipe
+from rankgrad.runs.pipeline import load_run, start_run
+from rankgrad.runs.recipe import Published
 from rankgrad.runs.retrieval_evaluation import comparison, embeddings_of
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.retrieval_task import SubsetSampler, largest_batch, make_batches, make_sampler
 from rankgrad.runs.task_losses import make_loss
-from rankgrad.train.settings import AUTOCAST, OPTIMIZERS, SCHEDULES
 
 CPU = torch.device("cpu")
 QUIET = ["--device", "cpu", "--cache", "none", "--no-tensorboard"]
@@ -159,7 +154,7 @@ def test_a_choice_on_the_test_classes_is_labelled(tree, tmp_path):
 
 
 def test_validation_classes_are_not_trained_on(tree):
-    recipe = replace(shrunk(find("cub-recall-at-k")), validation="half")
+    recipe = replace(find("cub-recall-at-k").debug_version(), validation="half")
     data = DataCache(RunContext(tree("cub"), CPU))
     part, validation = data.training(recipe)
     assert not set(part.labels) & set(validation.labels)
@@ -174,7 +169,7 @@ def test_validation_classes_are_not_trained_on(tree):
 def test_rows_of_a_part_are_embedded_as_rows_of_the_whole(tree):
     from rankgrad.runs.task_models import make_model
 
-    recipe = replace(shrunk(find("cub-recall-at-k")), validation="half")
+    recipe = replace(find("cub-recall-at-k").debug_version(), validation="half")
     data = DataCache(RunContext(tree("cub"), CPU))
     model = make_model(recipe, CPU)
     _, validation = data.training(recipe)
@@ -186,25 +181,12 @@ def test_rows_of_a_part_are_embedded_as_rows_of_the_whole(tree):
 
 
 def test_a_sampler_within_rows():
-    inner = make_sampler(Recipe(name="x", batch_size=4, per_class=2), table([0, 0, 1, 1, 2, 2]))
+    inner = make_sampler(RetrievalRecipe(name="x", batch_size=4, per_class=2), table([0, 0, 1, 1, 2, 2]))
     rows = np.array([7, 9, 3, 5, 11, 1])
     outer = SubsetSampler(inner, rows)
     outer.set_epoch(2)
     assert list(outer) == [rows[batch].tolist() for batch in inner]
     assert len(outer) == len(inner)
-
-
-def test_choices_are_those_of_the_rooms_that_know_them():
-    choices = {name: entry.metadata["choices"] for name, entry in SETTINGS.items()}
-    assert choices["data_set"] == choices["test_on"] == tuple(READERS)
-    assert choices["pool"] == get_args(Pool)
-    assert choices["batch_norm"] == get_args(BatchNorm)
-    assert choices["pixels"] == get_args(Pixels)
-    assert choices["optimizer"] == OPTIMIZERS
-    assert choices["schedule"] == SCHEDULES
-    assert choices["precision"] == tuple(AUTOCAST)
-    assert choices["crop"] == ("resized", "random", "center")
-    assert set(choices["crop"]) == set(get_args(Crop))
 
 
 def _epoch(batches, epoch):
@@ -217,7 +199,7 @@ def test_the_best_validation_checkpoint_is_tested(tree, tmp_path, monkeypatch, c
 
     scores = iter([0.9, 0.1])
     monkeypatch.setattr(pipeline, "_evaluators", lambda *_: {"validation": lambda model: {"R@1": next(scores)}})
-    recipe = replace(shrunk(find("cub-recall-at-k")), validation="half")
+    recipe = replace(find("cub-recall-at-k").debug_version(), validation="half")
     start_run(recipe, DataCache(RunContext(tree("cub"), CPU)), tmp_path / "run")
     best = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
     assert (best["epoch"], best["metrics"]["R@1"]) == (1, 0.9)
@@ -231,12 +213,12 @@ def test_the_best_validation_checkpoint_is_tested(tree, tmp_path, monkeypatch, c
 
 def test_settings_reach_the_loop():
     recipe = find("sop-recall-at-k")
-    settings = train_settings(recipe, RunContext(None, CPU))
+    settings = recipe.train_settings()
     assert (settings.epochs, settings.steps, settings.milestones, settings.chunk_size) == (55, 0, (25, 50), 200)
-    landmarks = train_settings(find("gldv1-recall-at-k"), RunContext(None, CPU))
+    landmarks = find("gldv1-recall-at-k").train_settings()
     assert (landmarks.epochs, landmarks.steps, landmarks.schedule) == (0, 500, "exponential")
-    assert train_settings(replace(recipe, patience=3), RunContext(None, CPU)).patience == 0, "nothing to be patient with"
-    assert train_settings(replace(recipe, patience=3, validation="half"), RunContext(None, CPU)).patience == 3
+    assert replace(recipe, patience=3).train_settings().patience == 0, "nothing to be patient with"
+    assert replace(recipe, patience=3, validation="half").train_settings().patience == 3
 
 
 @pytest.mark.parametrize(
@@ -270,19 +252,21 @@ def test_simix_memory_and_the_query_in_the_database():
 def test_samplers_follow_the_recipe():
     labels = np.repeat(np.arange(12), 6)
     rows = table(labels, categories=labels % 3, category_names=("a", "b", "c"))
-    balanced = make_sampler(Recipe(name="x", batch_size=12, per_class=3), rows)
+    balanced = make_sampler(RetrievalRecipe(name="x", batch_size=12, per_class=3), rows)
     assert all(np.unique(labels[batch], return_counts=True)[1].tolist() == [3] * 4 for batch in balanced)
-    hard = make_sampler(Recipe(name="x", sampler="category-hard", batch_size=12, per_class=3, batches_per_pair=2), rows)
+    hard = make_sampler(
+        RetrievalRecipe(name="x", sampler="category-hard", batch_size=12, per_class=3, batches_per_pair=2), rows
+    )
     assert len(hard) == 6
     assert all(len(np.unique(labels[batch] % 3)) == 2 for batch in hard)
-    whole = make_sampler(Recipe(name="x", sampler="whole-class", batch_size=12), rows)
+    whole = make_sampler(RetrievalRecipe(name="x", sampler="whole-class", batch_size=12), rows)
     assert all(np.unique(labels[batch], return_counts=True)[1].tolist() == [6, 6] for batch in whole)
     with pytest.raises(ValueError, match="needs categories, and some/train has none: use --sampler class-balanced"):
-        make_sampler(Recipe(name="x", sampler="category-hard", batch_size=12), table(labels))
+        make_sampler(RetrievalRecipe(name="x", sampler="category-hard", batch_size=12), table(labels))
 
 
 def test_the_largest_batch():
-    recipe = Recipe(name="x", per_class=4)
+    recipe = RetrievalRecipe(name="x", per_class=4)
     assert largest_batch(recipe, table([*[0] * 4, *[1] * 9, *[2] * 3, *[3] * 4, *[-1] * 8])) == 12
     assert largest_batch(recipe, table(np.repeat(np.arange(2000), 4))) == 4000
     assert largest_batch(replace(recipe, per_class=3), table(np.repeat(np.arange(2000), 4))) == 3999
@@ -371,7 +355,7 @@ def test_the_published_means_are_compared_too():
 def test_whitening_sets_the_first_linear_layer(tree):
     from rankgrad.runs.task_models import make_model, whiten
 
-    recipe = replace(shrunk(find("gldv1-recall-at-k")), test_on=())
+    recipe = replace(find("gldv1-recall-at-k").debug_version(), test_on=())
     data = DataCache(RunContext(tree("gldv1"), CPU))
     model = make_model(recipe, CPU)
     before = {name: value.clone() for name, value in model.state_dict().items()}

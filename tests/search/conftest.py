@@ -8,7 +8,6 @@ from fake_datasets import build
 
 from rankgrad.recipes.catalogue import find
 from rankgrad.runs.data_cache import DataCache, RunContext
-from rankgrad.runs.debug_version import shrunk
 from rankgrad.runs.pipeline import start_run
 from rankgrad.search import Gallery, Network, Searcher, build_index, embed_images, folder_of_images, open_run
 
@@ -21,7 +20,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def run_folder(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    start_run(shrunk(find("own-images")), DataCache(RunContext(data, torch.device("cpu"))), folder, debug=True)
+    start_run(find("own-images").debug_version(), DataCache(RunContext(data, torch.device("cpu"))), folder, debug=True)
     return folder
 
 

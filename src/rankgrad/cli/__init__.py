@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         from rankgrad.cli.launch import tell
 
-        return tell(" ".join(["rankgrad", *arguments[:1]]), error)
+        return tell(" ".join(["rankgrad", *arguments[:1]]), _in_flags(error))
     except KeyboardInterrupt:
         # what a shell reports for a command ended by Ctrl-C
         return 130
@@ -224,6 +224,19 @@ def _call(verbs: Mapping[str, Verb], arguments: list[str], *, command: str) -> i
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(verbs)}"
         parser.error(f"unknown verb {chosen.verb!r}: {hint}")
     return verbs[chosen.verb](chosen.rest)
+
+
+def _in_flags(error: Exception) -> Exception:
+    """The same error, whose message names settings as flags."""
+    from rankgrad.cli.parser import in_flags
+    from rankgrad.detection.detection_recipe import DetectionRecipe
+    from rankgrad.runs.recipe import settings_of
+    from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+
+    text = in_flags(str(error), {**settings_of(RetrievalRecipe), **settings_of(DetectionRecipe)})
+    if text != str(error):
+        error.args = (text,)
+    return error
 
 
 def _is_for_the_user(error: Exception) -> bool:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named, parsed_flag
+from rankgrad._messages import did_you_mean
+from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named
 from rankgrad.cli.train_commands import parse_seeds
-from rankgrad.detection.detection_recipe import GROUPS, RECIPES, SETTINGS, DetectionRecipe, find, shrunk
+from rankgrad.detection.detection_recipe import RECIPES, DetectionRecipe, find
 from rankgrad.detection.detection_task import Place, evaluate_run, resume_run, start_run
 from rankgrad.recipes.catalogue import percent, shown
-from rankgrad.runs.recipe import nearest
+from rankgrad.runs.recipe import settings_of
 
 Verb = Callable[[Sequence[str]], int]
 
@@ -28,8 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="arguments of the verb")
     chosen = parser.parse_args(list(arguments) or ["--help"])
     if chosen.verb not in VERBS:
-        hint = nearest(chosen.verb, VERBS) or f"; choose one of {', '.join(VERBS)}"
-        parser.error(f"unknown verb {chosen.verb!r}{hint}")
+        hint = did_you_mean(chosen.verb, VERBS)
+        parser.error(f"unknown verb {chosen.verb!r}: {hint}")
     return VERBS[chosen.verb](chosen.rest)
 
 
@@ -45,7 +46,7 @@ def train(arguments: Sequence[str]) -> int:
         help="continue the run in this folder, or in --out",
     )
     given = parser.parse(arguments)
-    changes = changed_settings(given, SETTINGS)
+    changes = changed_settings(given, DetectionRecipe)
     if given.resume is not None:
         if given.resume and given.out:
             parser.error("--resume RUN and --out DIR both name the run's folder: give one")
@@ -67,7 +68,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     _add_place(parser)
     given = parser.parse(arguments)
     text = given.score_threshold
-    changes = {} if text is None else {"score_threshold": parsed_flag(SETTINGS, "score_threshold", text)}
+    changes = {} if text is None else {"score_threshold": settings_of(DetectionRecipe)["score_threshold"].parse(text)}
     evaluate_run(given.run, _place(given), changes=changes)
     print(f"report: {write_report([given.run], given.run / 'report.html')}")
     return 0
@@ -101,7 +102,7 @@ def plan(arguments: Sequence[str]) -> int:
 
     parser = _recipe_parser("rankgrad detect plan", "Measure a training step and the classification loss in it.", arguments)
     given = parser.parse(arguments)
-    print(plan_step(_chosen(parser, given, changed_settings(given, SETTINGS)), _place(given).device))
+    print(plan_step(_chosen(parser, given, changed_settings(given, DetectionRecipe)), _place(given).device))
     return 0
 
 
@@ -116,13 +117,13 @@ def study(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs [runs/detect-STUDY]")
     parser.add_argument("--debug", action="store_true", help="shrink every run, to see that all of it works")
     _add_place(parser)
-    add_settings(parser, settings=SETTINGS, groups=GROUPS)
+    add_settings(parser, DetectionRecipe)
     given = parser.parse(arguments)
     if given.study not in STUDIES:
-        hint = nearest(given.study, STUDIES) or f"; choose one of {', '.join(STUDIES)}"
-        parser.error(f"there is no study {given.study!r}{hint}")
+        hint = did_you_mean(given.study, STUDIES)
+        parser.error(f"there is no study {given.study!r}: {hint}")
     folder = given.out or Path("runs") / f"detect-{given.study}{'-debug' if given.debug else ''}"
-    seeds, changes = parse_seeds(given.seeds), changed_settings(given, SETTINGS)
+    seeds, changes = parse_seeds(given.seeds), changed_settings(given, DetectionRecipe)
     print(f"\n{run_study(given.study, changes, seeds, _place(given), folder, csv=given.csv, debug=given.debug)}")
     return 0
 
@@ -143,7 +144,7 @@ def _recipe_parser(prog: str, about: str, arguments: Sequence[str]) -> Parser:
     parser.add_argument("--debug", action="store_true", help="shrink it to seconds on a CPU; without --data on drawn shapes")
     _add_place(parser)
     named = next((RECIPES[argument] for argument in arguments if argument in RECIPES), None)
-    add_settings(parser, named, settings=SETTINGS, groups=GROUPS)
+    add_settings(parser, DetectionRecipe, named)
     return parser
 
 
@@ -163,7 +164,7 @@ def _chosen(parser: Parser, given: argparse.Namespace, changes: dict[str, Any]) 
         changes["weights"] = str(Path(weights).expanduser().resolve())
     recipe = find(given.recipe).with_settings(changes)
     # what the command line says stands, also in a shrunk run
-    return shrunk(recipe, drawn=given.data is None).with_settings(changes) if given.debug else recipe
+    return recipe.debug_version(has_data=given.data is not None).with_settings(changes) if given.debug else recipe
 
 
 def _place(given: argparse.Namespace) -> Place:
@@ -175,7 +176,9 @@ def _place(given: argparse.Namespace) -> Place:
 def _listing(pattern: str) -> str:
     chosen = [each for each in RECIPES.values() if pattern.lower() in f"{each.name} {each.data_set} {each.what}".lower()]
     if not chosen:
-        raise ValueError(f"no detection recipe contains {pattern!r}{nearest(pattern, RECIPES)}")
+        raise ValueError(
+            f"no detection recipe contains {pattern!r}: {did_you_mean(pattern, RECIPES, otherwise='try another word')}"
+        )
     rows = [("recipe", "data", "what", "published", "source")]
     for each in chosen:
         numbers = [(f"{n.metric} {percent(n)}", n.source) for n in each.published[:1]] or [("", "")]
@@ -185,7 +188,7 @@ def _listing(pattern: str) -> str:
 
 
 def _description(recipe: DetectionRecipe) -> str:
-    entries = [(name, shown(getattr(recipe, name)), entry.metadata["about"]) for name, entry in SETTINGS.items()]
+    entries = [(name, shown(getattr(recipe, name)), entry.help) for name, entry in settings_of(DetectionRecipe).items()]
     name_width, value_width = (max(len(entry[column]) for entry in entries) for column in (0, 1))
     lines = [f"{recipe.name}: {recipe.what}", ""]
     lines += [f"  {name:{name_width}}  {value:{value_width}}  {about}" for name, value, about in entries]

@@ -2,17 +2,17 @@
 
 import argparse
 import difflib
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from rankgrad.recipes.catalogue import shown
-from rankgrad.runs.recipe import GROUPS, SETTINGS, Recipe, parse
+from rankgrad.runs.recipe import Recipe, settings_of
 
-Settings: TypeAlias = Mapping[str, Any]
-"""Of a recipe of any kind, by name: dataclass fields made by `setting`."""
+QUOTES = "'\""
 
 
 def flag_of(setting: str) -> str:
@@ -63,53 +63,40 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(status)
 
 
-def add_settings(
-    parser: argparse.ArgumentParser,
-    defaults: Any = None,
-    *,
-    settings: Settings = SETTINGS,
-    groups: Mapping[str, str] = GROUPS,
-) -> None:
-    """One flag per setting; what is not given leaves no trace in the result, so that a recipe's own value stays."""
-    group: argparse.ArgumentParser | argparse._ArgumentGroup = parser
-    for name, entry in settings.items():
-        if name in groups:
-            group = parser.add_argument_group(groups[name])
-        about = entry.metadata["about"].replace("%", "%%")
+def add_settings(parser: argparse.ArgumentParser, kind: type[Recipe], defaults: Recipe | None = None) -> None:
+    """Add a flag for each setting of a kind of recipe; flags that are not given leave no trace in the result."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, setting in settings_of(kind).items():
+        group = groups.get(setting.group) or groups.setdefault(setting.group, parser.add_argument_group(setting.group))
+        text = setting.help.replace("%", "%%")
         if defaults is not None:
-            about += f" [{shown(getattr(defaults, name))}]"
-        if entry.type is bool:
+            text += f" [{shown(getattr(defaults, name)).replace('%', '%%')}]"
+        if setting.kind is bool:
             group.add_argument(
-                flag_of(name), dest=name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=about
+                flag_of(name), dest=name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
             )
         else:
-            words = "|".join(entry.metadata["choices"]) if entry.type is str else ""
+            words = "|".join(setting.choices) if setting.kind is str else ""
             metavar = f"{{{words}}}" if words and len(words) < 60 else name.upper()
-            group.add_argument(flag_of(name), dest=name, metavar=metavar, default=argparse.SUPPRESS, help=about)
+            group.add_argument(flag_of(name), dest=name, metavar=metavar, default=argparse.SUPPRESS, help=text)
 
 
-def changed_settings(parsed: argparse.Namespace, settings: Settings = SETTINGS) -> dict[str, Any]:
+def changed_settings(parsed: argparse.Namespace, kind: type[Recipe]) -> dict[str, Any]:
     """The settings that the command line gave, parsed and checked one by one."""
-    given = {name: value for name, value in vars(parsed).items() if name in settings}
-    return {name: value if isinstance(value, bool) else parsed_flag(settings, name, value) for name, value in given.items()}
+    known = settings_of(kind)
+    given = {name: value for name, value in vars(parsed).items() if name in known}
+    return {name: value if isinstance(value, bool) else known[name].parse(value) for name, value in given.items()}
 
 
-def parsed_flag(settings: Settings, name: str, text: str) -> Any:
-    """The value of one flag; a complaint names the flag."""
-    try:
-        return parse(settings[name], text)
-    except ValueError as error:
-        # the sentence begins with the setting's name
-        raise ValueError(flag_of(name) + str(error).removeprefix(name)) from None
+def in_flags(message: str, settings: Collection[str]) -> str:
+    """`message` with settings as a user gives them: `batch_size` becomes --batch-size, `crop='center'` --crop center."""
 
+    def flag(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        if name not in settings:
+            return match.group(0)
+        if value in ("True", "False"):
+            return flag_of(name) if value == "True" else flag_of(f"no_{name}")
+        return flag_of(name) if value is None else f"{flag_of(name)} {value.strip(QUOTES)}"
 
-def as_flags(recipe: Recipe, base: Recipe) -> list[str]:
-    """The flags that turn `base` into `recipe`."""
-    flags = []
-    for name, (value, _) in recipe.differences(base).items():
-        if isinstance(value, bool):
-            flags.append(flag_of(name) if value else flag_of(name).replace("--", "--no-", 1))
-        else:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            flags.append(f"{flag_of(name)}={text}")
-    return flags
+    return re.sub(r"`(\w+)(?:=([^`]*))?`", flag, message)

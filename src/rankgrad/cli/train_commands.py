@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from rankgrad._messages import did_you_mean
 from rankgrad.cli.launch import FailedProcessError, launch, without_flag
 from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named
 from rankgrad.recipes.catalogue import RECIPES, description, find, listing
 from rankgrad.runs.data_cache import DataCache, RunContext
-from rankgrad.runs.debug_version import shrunk
-from rankgrad.runs.recipe import Recipe, nearest
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.run_folder import RECIPE_FILE
 from rankgrad.train.checkpoints import RunFolder
 from rankgrad.train.errors import TrainingError
@@ -47,7 +47,7 @@ def train(arguments: Sequence[str]) -> int:
     given = parser.parse(arguments)
     if given.parallel not in PARALLELS:
         parser.error(f"--parallel must be ddp or fsdp, got {given.parallel!r}")
-    changes = changed_settings(given)
+    changes = changed_settings(given, RetrievalRecipe)
     if given.resume and given.out:
         parser.error("--resume RUN and --out DIR both name the run's folder: give one")
     named = Path(given.resume) if given.resume else given.out
@@ -136,7 +136,7 @@ def plan(arguments: Sequence[str]) -> int:
     given = parser.parse(arguments)
     if not given.recipe:
         parser.error("name the recipe to plan; `rankgrad recipes` lists them")
-    print(plan_recipe(_chosen(given, changed_settings(given)), _place(given)))
+    print(plan_recipe(_chosen(given, changed_settings(given, RetrievalRecipe)), _place(given)))
     return 0
 
 
@@ -159,7 +159,7 @@ def check_equivalence(arguments: Sequence[str]) -> int:
         parser.error(f"--parallel must be ddp or fsdp, got {given.parallel!r}")
     if given.images < given.processes:
         parser.error(f"--images must be at least the {given.processes} processes, got {given.images}")
-    recipe = _chosen(given, changed_settings(given))
+    recipe = _chosen(given, changed_settings(given, RetrievalRecipe))
     if _is_to_be_launched(given):
         return launch(["check-equivalence", *without_flag(arguments, "--processes")], given.processes)
     with joined(torch.device("cpu")) as processes:
@@ -184,7 +184,7 @@ def sweep(arguments: Sequence[str]) -> int:
     parser.add_argument("--metric", metavar="NAME", default="R@1", help="what validation compares [R@1]")
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the sweep [runs/sweep-RECIPE]")
     given = parser.parse(arguments)
-    recipe = _chosen(given, changed_settings(given))
+    recipe = _chosen(given, changed_settings(given, RetrievalRecipe))
     folder = given.out or Path("runs") / f"sweep-{recipe.name}"
     found = run(
         recipe, parse_grid(given.grid), parse_seeds(given.seeds), DataCache(_place(given)), folder, metric=given.metric
@@ -205,13 +205,13 @@ def study(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs [runs/study-STUDY]")
     parser.add_argument("--debug", action="store_true", help="shrink every run, to see that all of it works")
     _add_place(parser)
-    add_settings(parser)
+    add_settings(parser, RetrievalRecipe)
     given = parser.parse(arguments)
     if given.study not in STUDIES:
-        hint = nearest(given.study, STUDIES) or f"; choose one of {', '.join(STUDIES)}"
-        parser.error(f"there is no study {given.study!r}{hint}")
+        hint = did_you_mean(given.study, STUDIES)
+        parser.error(f"there is no study {given.study!r}: {hint}")
     chosen = STUDIES[given.study]
-    base = chosen.base.with_settings(changed_settings(given))
+    base = chosen.base.with_settings(changed_settings(given, RetrievalRecipe))
     folder = given.out or Path("runs") / f"study-{chosen.name}{'-debug' if given.debug else ''}"
     seeds = parse_seeds(given.seeds)
     text = run_study(
@@ -242,7 +242,7 @@ def _recipe_parser(prog: str, about: str, arguments: Sequence[str]) -> Parser:
     parser.add_argument("--debug", action="store_true", help="shrink it to a minute on a CPU, to see that all of it works")
     _add_place(parser)
     named = next((argument for argument in arguments if argument in RECIPES), "own-images")
-    add_settings(parser, RECIPES[named])
+    add_settings(parser, RetrievalRecipe, RECIPES[named])
     return parser
 
 
@@ -289,7 +289,7 @@ def _place(given: object, processes: Processes | None = None) -> RunContext:
     )
 
 
-def _chosen(given: object, changes: dict[str, object]) -> Recipe:
+def _chosen(given: object, changes: dict[str, object]) -> RetrievalRecipe:
     """The recipe that was named, or the one for images of one's own, with the flags' changes."""
     values = vars(given)
     recipe = find(values["recipe"] or "own-images")
@@ -301,7 +301,7 @@ def _chosen(given: object, changes: dict[str, object]) -> Recipe:
         changes["weights"] = str(Path(weights).expanduser().resolve())
     recipe = recipe.with_settings(changes)
     # what the command line says stands, also in a shrunk run
-    return shrunk(recipe).with_settings(changes) if values["debug"] else recipe
+    return recipe.debug_version().with_settings(changes) if values["debug"] else recipe
 
 
 def _is_csv(data: Path | None) -> bool:
@@ -310,5 +310,5 @@ def _is_csv(data: Path | None) -> bool:
     return data.suffix.lower() == ".csv" or (data / "dataset.csv").is_file()
 
 
-def _default_folder(recipe: Recipe) -> Path:
+def _default_folder(recipe: RetrievalRecipe) -> Path:
     return Path("runs") / recipe.name

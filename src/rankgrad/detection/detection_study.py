@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rankgrad.detection.detection_recipe import METRIC, RECIPES, DetectionRecipe, shrunk
+from rankgrad.detection.detection_recipe import METRIC, RECIPES, DetectionRecipe
 from rankgrad.detection.detection_task import TEST, Place, examine, read_split, train
 from rankgrad.runs.ledger import Entry, Ledger, as_csv, markdown, percentages
 from rankgrad.train.checkpoints import RunFolder
@@ -43,7 +43,7 @@ def run_study(
         recipe = RECIPES[f"{name}-{short}"].with_settings(changes)
         if debug:
             # what the command line says stands, also in a shrunk run
-            recipe = shrunk(recipe, drawn=place.data is None).with_settings(changes)
+            recipe = recipe.debug_version(has_data=place.data is not None).with_settings(changes)
         for seed in seeds:
             seeded = replace(recipe, seed=seed, checkpoint_every=recipe.checkpoint_every or CHECKPOINT_EVERY)
             entry = _finished(name, title, seeded, place, folder, ledger, debug=debug)

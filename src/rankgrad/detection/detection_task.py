@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torchvision.models.detection import FasterRCNN
 
 from rankgrad.detection import box_results
-from rankgrad.detection.detection_recipe import METRIC, SETTINGS, DetectionRecipe
+from rankgrad.detection.detection_recipe import DetectionRecipe
 from rankgrad.detection.detector_training import DetectionBatches, DetectionObjective, RowDetector, detect
 from rankgrad.detection.faster_rcnn import ClassificationLoss, build_detector
 from rankgrad.detection.loss import DetectionAPLoss
@@ -24,14 +24,12 @@ from rankgrad.train.checkpoints import RunFolder
 from rankgrad.train.loop import Outcome, fit
 from rankgrad.train.progress import Progress
 from rankgrad.train.protocols import Evaluator
-from rankgrad.train.settings import AUTOCAST, TrainSettings
+from rankgrad.train.settings import AUTOCAST
 
 TASK = "detection"
 TEST = "test"
 ALL_STAGES = 5
 DRAWN = {"train": 2000, "val": 500, "test": 500}
-# settings that may change between two parts of one run
-FREE = ("skip_bad", "test_images", "score_threshold")
 # lists of a folder in VOC's layout, the first that it has; by split and whether settings are to be chosen
 FOLDER_LISTS = {
     ("train", False): ("trainval", "train"),
@@ -139,12 +137,12 @@ def train(
             RowDetector(detector),
             DetectionObjective(classification_loss(recipe), classes),
             batches,
-            train_settings(recipe),
+            recipe.train_settings(tensorboard="off"),
             run,
             evaluators=evaluators,
             device=place.device,
             resume=resume,
-            identity=_identity(recipe),
+            identity=recipe.identity(),
             description={"recipe": recipe.name, "task": TASK, "data": {"train": training.counts(), "test": test.counts()}},
         )
     return detector, outcome
@@ -181,8 +179,8 @@ def classification_loss(recipe: DetectionRecipe) -> ClassificationLoss:
         margin_cap=recipe.margin_cap,
         interclass=recipe.interclass,
         memory=recipe.memory,
-        scores=recipe.scores,  # type: ignore[arg-type]  # checked by the recipe
-        background=recipe.background,  # type: ignore[arg-type]
+        scores=recipe.scores,
+        background=recipe.background,
         weight=recipe.loss_weight,
         margin_noise=recipe.margin_noise,
     )
@@ -231,15 +229,6 @@ def _voc_lists(recipe: DetectionRecipe, split: str) -> tuple[tuple[str, ...], st
     return (years, "trainval") if split == "train" else (("2007",), "test")
 
 
-def train_settings(recipe: DetectionRecipe) -> TrainSettings:
-    """The part of `recipe` that the training loop decides by."""
-    shared = {field.name for field in fields(TrainSettings)} & set(SETTINGS)
-    values = {name: getattr(recipe, name) for name in shared}
-    values["epochs"] = 0 if recipe.steps else recipe.epochs
-    # images differ in size from batch to batch, which graphs cannot
-    return TrainSettings(**values, metric=METRIC, cuda_graphs=False, channels_last=False, tensorboard="off")
-
-
 def _look(recipe: DetectionRecipe, place: Place, detector: FasterRCNN, test: Scenes) -> box_results.Tested:
     with Progress(len(test), f"testing on {test.name}", unit="images") as progress:
         found = detect(
@@ -277,12 +266,6 @@ def new_detector(recipe: DetectionRecipe, classes: int, device: torch.device, *,
         score_threshold=recipe.score_threshold,
         seed=recipe.seed,
     ).to(device)
-
-
-def _identity(recipe: DetectionRecipe) -> dict[str, Any]:
-    """What two parts of one run must agree in beside the settings of the loop."""
-    loop = {field.name for field in fields(TrainSettings)}
-    return {name: value for name, value in recipe.settings().items() if name not in loop and name not in FREE}
 
 
 @contextlib.contextmanager

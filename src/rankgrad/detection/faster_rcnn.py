@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torchvision
@@ -26,13 +26,13 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 
 from rankgrad._checks import check_choice, check_count
+from rankgrad.detection.detection_recipe import Backbone, Norm
 from rankgrad.models.trunks import IMAGENET_MEAN, IMAGENET_STD, Trunk
 from rankgrad.models.weights import load_weights, read_weights
 
 ClassificationLoss = Callable[[Tensor, Tensor], Tensor]
 """From logits [regions, 1 + classes] and targets [regions], 0 for background, to one value."""
 
-NORMS = ("auto", "frozen", "group", "batch")
 # steps between positions of the five levels of the pyramid, in pixels
 STRIDES = (4, 8, 16, 32, 64)
 ASPECTS = (0.5, 1.0, 2.0)
@@ -62,7 +62,6 @@ RESNETS = {
     # torchvision has the 32x8d only
     "resnext101_32x4d": _Backbone(Bottleneck, (3, 4, 23, 3), groups=32, width_per_group=4),
 }
-BACKBONES = ("tiny", *RESNETS)
 
 
 class RankedRoIHeads(RoIHeads):  # type: ignore[misc]  # torchvision has no types
@@ -146,7 +145,7 @@ def build_detector(
     score_threshold: float = 0.05,
     seed: int = 0,
 ) -> FasterRCNN:
-    """Faster R-CNN with a feature pyramid on one of `BACKBONES`, its own losses in it.
+    """Faster R-CNN with a feature pyramid on any `Backbone`, its own losses in it.
 
     Args:
         backbone: "resnet50", "resnet101", "resnext101_32x4d", smaller ones, or "tiny" for tests.
@@ -165,8 +164,8 @@ def build_detector(
         seed: of the random weights.
     """
     caller = "build_detector"
-    check_choice(backbone, BACKBONES, name="backbone", caller=caller)
-    check_choice(norm, NORMS, name="norm", caller=caller)
+    check_choice(backbone, get_args(Backbone), name="backbone", caller=caller)
+    check_choice(norm, get_args(Norm), name="norm", caller=caller)
     check_count(classes, name="classes", caller=caller)
     if trainable_stages is None:
         trainable_stages = 5 if weights == "none" else 3

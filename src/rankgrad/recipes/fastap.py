@@ -5,8 +5,8 @@ The settings are those of the paper and its MATLAB code; epochs are those of the
 
 from dataclasses import replace
 
-from rankgrad.runs.numbers import VEHICLEID_SPLITS, columns, hits
-from rankgrad.runs.recipe import Published, Recipe
+from rankgrad.runs.recipe import VEHICLEID_SPLITS, Published
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe, Sampler
 
 INSHOP_KS = (1, 10, 20, 30, 40, 50)
 
@@ -21,7 +21,11 @@ CATEGORIES_OF = {
 }
 
 TRUNKS = {"r18": "resnet18", "r50": "resnet50", "googlenet": "googlenet"}
-SAMPLING = {"sop": ("category-hard", 5), "inshop": ("category-hard", 2), "vehicleid": ("category-half", 1)}
+SAMPLING: dict[str, tuple[Sampler, int]] = {
+    "sop": ("category-hard", 5),
+    "inshop": ("category-hard", 2),
+    "vehicleid": ("category-half", 1),
+}
 # of the released models; GoogLeNet was not released, and the others' default is 30
 EPOCHS = {
     ("sop", "r18", 256): 20,
@@ -68,7 +72,7 @@ SUPPLEMENT_2 = {
 }
 
 
-def recipes() -> list[Recipe]:
+def recipes() -> list[RetrievalRecipe]:
     """All rows."""
     rows = [_row(*key) for key in {**MAIN_ROWS, **SUPPLEMENT_3}]
     small = replace(
@@ -77,12 +81,12 @@ def recipes() -> list[Recipe]:
         what="FastAP, ResNet-50, batch 96, 128 dimensions",
         dim=128,
         epochs=30,
-        published=columns("sop", (73.8, 88.0, 94.9, 98.3), "FastAP, Table 1"),
+        published=Published.columns("sop", (73.8, 88.0, 94.9, 98.3), "FastAP, Table 1"),
     )
     return [*rows, small, *(_random(*key) for key in SUPPLEMENT_2)]
 
 
-def _row(data: str, trunk: str, batch: int) -> Recipe:
+def _row(data: str, trunk: str, batch: int) -> RetrievalRecipe:
     key = (data, trunk, batch)
     sampler, batches_per_pair = SAMPLING[data]
     staged = key == (data, "r50", 256)
@@ -93,7 +97,7 @@ def _row(data: str, trunk: str, batch: int) -> Recipe:
     if trunk == "googlenet":
         notes.append("The paper gives no number of epochs for GoogLeNet: 30 is its code's default.")
     published = (*_main(key), *_supplement_2(key, column=1), *_supplement_3(key))
-    return Recipe(
+    return RetrievalRecipe(
         name=f"{data}-fastap-{trunk}-m{batch}",
         what=f"FastAP, {_title(trunk)}, batch {batch}{' in chunks' if staged else ''}",
         published=published,
@@ -120,7 +124,7 @@ def _row(data: str, trunk: str, batch: int) -> Recipe:
     )
 
 
-def _random(data: str, trunk: str, batch: int) -> Recipe:
+def _random(data: str, trunk: str, batch: int) -> RetrievalRecipe:
     return replace(
         _row(data, trunk, batch),
         name=f"{data}-fastap-{trunk}-m{batch}-random",
@@ -145,18 +149,18 @@ def _supplement_3(key: tuple[str, str, int]) -> tuple[Published, ...]:
         return _numbers(key[0], SUPPLEMENT_3[key], source)
     note = "contradicts Table 2 (98.7, 98.9, 99.1); looks copied from the ResNet-18 row"
     sure, doubtful = SUPPLEMENT_3[key][:3], SUPPLEMENT_3[key][3:]
-    return hits(INSHOP_KS[:3], sure, source) + hits(INSHOP_KS[3:], doubtful, source, note=note)
+    return Published.hits(INSHOP_KS[:3], sure, source) + Published.hits(INSHOP_KS[3:], doubtful, source, note=note)
 
 
 def _supplement_2(key: tuple[str, str, int], *, column: int) -> tuple[Published, ...]:
     if key not in SUPPLEMENT_2:
         return ()
     split = VEHICLEID_SPLITS[-1] if key[0] == "vehicleid" else "test"
-    return hits((1,), SUPPLEMENT_2[key][column : column + 1], "FastAP, supplement, Table 2", split=split)
+    return Published.hits((1,), SUPPLEMENT_2[key][column : column + 1], "FastAP, supplement, Table 2", split=split)
 
 
 def _numbers(data: str, values: tuple[float, ...], source: str) -> tuple[Published, ...]:
-    return hits(INSHOP_KS, values, source) if data == "inshop" else columns(data, values, source)
+    return Published.hits(INSHOP_KS, values, source) if data == "inshop" else Published.columns(data, values, source)
 
 
 def _title(trunk: str) -> str:

@@ -6,8 +6,8 @@ be checked, and every recipe says so.
 
 from dataclasses import replace
 
-from rankgrad.runs.numbers import columns, hits
-from rankgrad.runs.recipe import Published, Recipe
+from rankgrad.runs.recipe import Published
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe, Weighting
 
 UNVERIFIED = (
     "lr, weight decay, schedule, images per class, batches per pair, lam, margin and memory are recalled from the paper's "
@@ -21,7 +21,7 @@ MEMORY = (
     "The memory holds embeddings of the last 3 batches and lengthens every list, which is its stated purpose; the published "
     "code stores rows of scores, whose contents never reach the gradient."
 )
-WEIGHTINGS = ("log", "loglog")
+WEIGHTINGS: tuple[Weighting, ...] = ("log", "loglog")
 INSHOP_KS = (1, 10, 20, 30, 50)
 ROWS = {
     ("sop", "log"): (77.8, 90.1, 95.9, 98.7),
@@ -33,12 +33,12 @@ ROWS = {
 }
 TABLE_OF = {"sop": "RaMBO, Table 2", "cub": "RaMBO, Table 3", "inshop": "RaMBO, Table 4"}
 # the weighting each data set's column of table 7 is of, and R@1 whole, without memory, without margin
-ABLATION: dict[str, tuple[str, float, float, float | None]] = {
+ABLATION: dict[str, tuple[Weighting, float, float, float | None]] = {
     "cub": ("loglog", 64.0, 62.5, 63.2),
     "inshop": ("log", 88.1, 87.0, None),
     "sop": ("loglog", 78.6, 72.4, None),
 }
-BASE = Recipe(
+BASE = RetrievalRecipe(
     name="rambo",
     aspect="square",
     crop="random",
@@ -67,7 +67,7 @@ OF_DATA = {
 }
 
 
-def recipes() -> list[Recipe]:
+def recipes() -> list[RetrievalRecipe]:
     """All rows."""
     found = [_row(data, weighting) for data in OF_DATA for weighting in WEIGHTINGS]
     for data, (weighting, _, without_memory, without_margin) in ABLATION.items():
@@ -79,7 +79,7 @@ def recipes() -> list[Recipe]:
                 what=f"{base.what}, without memory",
                 memory=0,
                 notes=(UNVERIFIED, SELECTION),
-                published=hits((1,), (without_memory,), "RaMBO, Table 7"),
+                published=Published.hits((1,), (without_memory,), "RaMBO, Table 7"),
             ),
             replace(
                 base,
@@ -94,15 +94,15 @@ def recipes() -> list[Recipe]:
     return found
 
 
-def _row(data: str, weighting: str) -> Recipe:
+def _row(data: str, weighting: Weighting) -> RetrievalRecipe:
     ablated, full, *_ = ABLATION[data]
-    ablation = hits((1,), (full,), "RaMBO, Table 7") if ablated == weighting else ()
+    ablation = Published.hits((1,), (full,), "RaMBO, Table 7") if ablated == weighting else ()
     notes = [UNVERIFIED, SELECTION, MEMORY]
     if data == "inshop":
-        numbers = hits(INSHOP_KS, ROWS[data, weighting], TABLE_OF[data])
+        numbers = Published.hits(INSHOP_KS, ROWS[data, weighting], TABLE_OF[data])
         notes.append("The rows of Table 4 have no labels in the text at hand; they are told apart by their order.")
     else:
-        numbers = columns(data, ROWS[data, weighting], TABLE_OF[data])
+        numbers = Published.columns(data, ROWS[data, weighting], TABLE_OF[data])
     return replace(
         OF_DATA[data],
         name=f"{data}-rambo-{weighting}",

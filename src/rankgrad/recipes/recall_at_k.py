@@ -8,8 +8,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from rankgrad.runs.numbers import columns
-from rankgrad.runs.recipe import Published, Recipe
+from rankgrad.runs.recipe import Published
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 TABLE_2, TABLE_3 = "RS@k, Table 2", "RS@k, Table 3"
 DATA = ("inat", "sop", "vehicleid", "cars")
@@ -40,7 +40,7 @@ GLDV1_DATA = (
     "--data DIR holds the folders gldv1, roxford5k and rparis6k. The rule behind the paper's subset of GLDv1 is not published."
 )
 
-BASE = Recipe(
+BASE = RetrievalRecipe(
     name="recall-at-k",
     batch_size=4000,
     per_class=4,
@@ -124,13 +124,13 @@ TABLE_3_ROWS = {
 }
 
 
-def resnet(data: str) -> Recipe:
+def resnet(data: str) -> RetrievalRecipe:
     """ResNet-50, GeM, layer norm, 512 dimensions: the settings for `data`, without a name or numbers."""
     notes = (*BASE.notes, VEHICLEID_LISTS) if data == "vehicleid" else BASE.notes
     return replace(BASE, data_set=data, notes=notes, schedule="step", **RESNET[data])
 
 
-def vit(data: str, trunk: str) -> Recipe:
+def vit(data: str, trunk: str) -> RetrievalRecipe:
     """ViT-B of `trunk` ("vit-b32", "vit-b16"): the settings for `data`, without a name or numbers."""
     return replace(
         resnet(data),
@@ -145,7 +145,7 @@ def vit(data: str, trunk: str) -> Recipe:
     )
 
 
-def landmarks() -> Recipe:
+def landmarks() -> RetrievalRecipe:
     """GLDv1 for ROxford and RParis: the settings of table 3, without a name or numbers."""
     return replace(
         BASE,
@@ -193,7 +193,7 @@ def landmark_numbers(row: tuple[float, ...], source: str = TABLE_3) -> tuple[Pub
     )  # fmt: skip
 
 
-def recipes() -> list[Recipe]:
+def recipes() -> list[RetrievalRecipe]:
     """All rows."""
     found = [_row(data, suffix, ROWS[suffix][column]) for suffix in ROWS for column, data in enumerate(DATA)]
     sop, cars = resnet("sop"), resnet("cars")
@@ -205,7 +205,7 @@ def recipes() -> list[Recipe]:
             batch_size=384,
             chunk_size=192,
             notes=(*sop.notes, "Whatever else changed with the batch is not stated; lr and schedule are those of 4,000."),
-            published=columns("sop", (81.2, 92.2, 96.9, 99.0), "RS@k, section 4.3"),
+            published=Published.columns("sop", (81.2, 92.2, 96.9, 99.0), "RS@k, section 4.3"),
         ),
         replace(
             cars,
@@ -216,7 +216,7 @@ def recipes() -> list[Recipe]:
             simix=True,
             ks=SIMIX_KS,
             notes=(*cars.notes, SIX_PER_CLASS),
-            published=columns("cars", (88.3, 93.3, 95.9, 97.6), "RS@k, section 4.3"),
+            published=Published.columns("cars", (88.3, 93.3, 95.9, 97.6), "RS@k, section 4.3"),
         ),
         *(_cub(suffix) for suffix in ("", "-vit-b32", "-vit-b16")),
     ]
@@ -233,7 +233,7 @@ def recipes() -> list[Recipe]:
     return found
 
 
-def _row(data: str, suffix: str, values: tuple[float, ...]) -> Recipe:
+def _row(data: str, suffix: str, values: tuple[float, ...]) -> RetrievalRecipe:
     trunk = next((name for name in VIT_LR if name in suffix), None)
     base = vit(data, trunk) if trunk else resnet(data)
     simix = "simix" in suffix
@@ -246,11 +246,11 @@ def _row(data: str, suffix: str, values: tuple[float, ...]) -> Recipe:
         dim=dim,
         simix=simix,
         ks=SIMIX_KS if simix else base.ks,
-        published=columns(data, values, TABLE_2),
+        published=Published.columns(data, values, TABLE_2),
     )
 
 
-def _cub(suffix: str) -> Recipe:
+def _cub(suffix: str) -> RetrievalRecipe:
     trunk = suffix.removeprefix("-") or None
     base = vit("cub", trunk) if trunk else resnet("cub")
     note = "Settings of the published code; the paper reports no number on CUB."

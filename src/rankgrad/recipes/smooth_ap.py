@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from rankgrad.recipes.recall_at_k import DATA, TABLE_2, landmark_numbers, landmarks, resnet, vit
-from rankgrad.runs.numbers import columns
-from rankgrad.runs.recipe import Recipe
+from rankgrad.runs.recipe import Published
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 SELF = (
     "The query is neither a candidate nor relevant to itself here. The published code counts it as both, which adds an item of "
@@ -47,7 +47,7 @@ ROWS: dict[str, tuple[tuple[float, ...], ...]] = {
 }
 
 
-def recipes() -> list[Recipe]:
+def recipes() -> list[RetrievalRecipe]:
     """All rows."""
     found = [_original(data) for data in ORIGINAL]
     found += [_row(data, suffix, ROWS[suffix][column]) for suffix in ROWS for column, data in enumerate(DATA)]
@@ -57,14 +57,14 @@ def recipes() -> list[Recipe]:
             cars,
             name="cars-smooth-ap-bs392",
             what="Smooth-AP, ResNet-50, GeM + layer norm, batch 392",
-            published=columns("cars", (79.5, 86.6, 91.2, 94.4), "RS@k, section 4.3"),
+            published=Published.columns("cars", (79.5, 86.6, 91.2, 94.4), "RS@k, section 4.3"),
         ),
         replace(
             cars,
             name="cars-smooth-ap-simix",
             what="Smooth-AP + SiMix, ResNet-50, GeM + layer norm, batch 392",
             simix=True,
-            published=columns("cars", (85.4, 91.0, 94.3, 96.7), "RS@k, section 4.3"),
+            published=Published.columns("cars", (85.4, 91.0, 94.3, 96.7), "RS@k, section 4.3"),
         ),
         replace(
             landmarks(),
@@ -78,7 +78,7 @@ def recipes() -> list[Recipe]:
     return found
 
 
-def _original(data: str) -> Recipe:
+def _original(data: str) -> RetrievalRecipe:
     return replace(
         resnet(data),
         name=f"{data}-smooth-ap",
@@ -90,12 +90,12 @@ def _original(data: str) -> Recipe:
         layer_norm=False,
         lr=1e-5,
         notes=(SELF, PIPELINE, *resnet(data).notes[1:]),
-        published=columns(data, ORIGINAL_ROWS[data], TABLE_2),
+        published=Published.columns(data, ORIGINAL_ROWS[data], TABLE_2),
         **ORIGINAL[data],
     )
 
 
-def _row(data: str, suffix: str, values: tuple[float, ...]) -> Recipe:
+def _row(data: str, suffix: str, values: tuple[float, ...]) -> RetrievalRecipe:
     base = resnet(data) if suffix == "-gem" else vit(data, suffix.removeprefix("-"))
     trunk = {"-gem": "ResNet-50, GeM + layer norm", "-vit-b32": "ViT-B/32", "-vit-b16": "ViT-B/16"}[suffix]
     return replace(
@@ -106,5 +106,5 @@ def _row(data: str, suffix: str, values: tuple[float, ...]) -> Recipe:
         batch_size=384,
         chunk_size=96 if suffix == "-vit-b16" else 192,
         notes=(SELF, ASSUMED, *base.notes[1:]),
-        published=columns(data, values, TABLE_2),
+        published=Published.columns(data, values, TABLE_2),
     )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from rankgrad.runs.recipe import Recipe
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 # what a loss needs beside its name; the rest is the same for all, so that they can be compared
 LOSSES: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ OWN_NOTE = (
     "The default of `rankgrad train --data DIR`. The batch is as large as the classes allow, 4,000 images at most, and goes "
     "through the network in chunks that fit in memory."
 )
-DRAWINGS = Recipe(
+DRAWINGS = RetrievalRecipe(
     name="drawings",
     # characters change their meaning when mirrored
     flip=False,
@@ -63,7 +63,7 @@ OMNIGLOT = replace(
     epochs=20,
     precision="bf16",
 )
-CARS_SMALL = Recipe(
+CARS_SMALL = RetrievalRecipe(
     name="cars-small",
     what="RS@k + SiMix on Cars196 at 112 pixels, EfficientNet-Lite0",
     notes=(CARS_NOTE,),
@@ -87,7 +87,7 @@ CARS_SMALL = Recipe(
     precision="bf16",
     validation="none",
 )
-OWN_IMAGES = Recipe(
+OWN_IMAGES = RetrievalRecipe(
     name="own-images",
     what="images of your own: a folder per class, or a CSV",
     notes=(OWN_NOTE,),
@@ -103,7 +103,7 @@ OWN_IMAGES = Recipe(
 )
 
 
-def recipes() -> list[Recipe]:
+def recipes() -> list[RetrievalRecipe]:
     """All of them."""
     found = [
         replace(base, name=f"{base.data_set}-{loss}", what=f"{what}, {loss}", **{"loss": loss, **changes})

@@ -13,7 +13,7 @@ from rankgrad.data.image_cache import open_images
 from rankgrad.data.image_store import ImageBuffer, OnDemandImages
 from rankgrad.data.readers import DataSet, read
 from rankgrad.data.table import Table, halves
-from rankgrad.runs.recipe import Recipe
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 from rankgrad.train.processes import ALONE, Processes
 from rankgrad.train.sharding import Parallel
 

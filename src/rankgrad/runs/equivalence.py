@@ -10,7 +10,7 @@ import rankgrad as rg
 from rankgrad.data.samplers import Sequential
 from rankgrad.eval import evaluate, evaluate_sharded
 from rankgrad.runs.data_cache import DataCache, RunContext, Split
-from rankgrad.runs.recipe import Recipe
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 from rankgrad.runs.retrieval_task import SubsetSampler, make_batches
 from rankgrad.runs.task_losses import make_loss
 from rankgrad.runs.task_models import make_model

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rankgrad.runs.recipe import Recipe
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +14,8 @@ import rankgrad as rg
 from rankgrad.eval import Result
 from rankgrad.models import Embedder
 from rankgrad.runs.data_cache import DataCache, RunContext, Split
-from rankgrad.runs.recipe import SETTINGS, Recipe
 from rankgrad.runs.retrieval_evaluation import RetrievalEvaluator, comparison, embeddings_of, save, score_shares
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 from rankgrad.runs.retrieval_task import make_batches
 from rankgrad.runs.run_folder import DEBUG_NOTICE, RECIPE_FILE, content_of, data_in, description_in, read
 from rankgrad.runs.task_losses import make_loss
@@ -23,11 +23,8 @@ from rankgrad.runs.task_models import groups_of, make_model, whiten
 from rankgrad.train.checkpoints import UNFINISHED, RunFolder
 from rankgrad.train.loop import Outcome, fit
 from rankgrad.train.protocols import Evaluator
-from rankgrad.train.settings import TrainSettings
 
 DEBUG_FILE = "DEBUG.txt"
-# settings that may change between two parts of one run: they decide how something is read or shown, not what is trained
-FREE = ("partial", "skip_bad", "test_on", "scales")
 VALIDATION = "validation"
 
 
@@ -73,7 +70,8 @@ def _run(recipe: Recipe, data: DataCache, folder: Path, *, resume: bool, debug: 
 
 def train(recipe: Recipe, data: DataCache, folder: Path, *, resume: bool, debug: bool = False) -> tuple[Embedder, Outcome]:
     """The network of `recipe`, trained; the run's files are in `folder`."""
-    device = data.context.device
+    context = data.context
+    device = context.device
     split, validation = data.training(recipe)
     batches = make_batches(recipe, split, data.context)
     run = RunFolder(folder)
@@ -92,14 +90,14 @@ def train(recipe: Recipe, data: DataCache, folder: Path, *, resume: bool, debug:
             model,
             rg.DistributedRankLoss(loss) if processes.size > 1 else loss,
             batches,
-            train_settings(recipe, data.context),
+            recipe.train_settings(parallel=context.parallel, tensorboard=context.tensorboard, wandb=context.wandb),
             run,
             groups=groups_of(recipe, model),
             evaluators=evaluators,
             select=next(iter(evaluators), None),
             device=device,
             resume=resume,
-            identity=_identity(recipe),
+            identity=recipe.identity(),
             description={"recipe": recipe.name, "data": _counts(split, validation)},
             processes=processes,
         )
@@ -216,28 +214,6 @@ def _evaluators(recipe: Recipe, data: DataCache, validation: Split | None) -> di
 def _embedder(model: nn.Module) -> Embedder:
     assert isinstance(model, Embedder)
     return model
-
-
-def train_settings(recipe: Recipe, context: RunContext) -> TrainSettings:
-    """The part of `recipe` that the training loop decides by."""
-    shared = {field.name for field in fields(TrainSettings)} & set(SETTINGS)
-    values = {name: getattr(recipe, name) for name in shared}
-    # a number of steps replaces the number of epochs
-    values["epochs"] = 0 if recipe.steps else recipe.epochs
-    patience = 0 if recipe.validation == "none" else recipe.patience
-    return TrainSettings(
-        **{**values, "patience": patience},
-        warmup_epochs=recipe.warmup,
-        parallel=context.parallel,
-        tensorboard=context.tensorboard,
-        wandb=context.wandb,
-    )
-
-
-def _identity(recipe: Recipe) -> dict[str, Any]:
-    """What two parts of one run must agree in beside the settings of the loop."""
-    loop = {field.name for field in fields(TrainSettings)}
-    return {name: value for name, value in recipe.settings().items() if name not in loop and name not in FREE}
 
 
 def _counts(split: Split, validation: Split | None) -> dict[str, dict[str, int]]:

@@ -1,40 +1,183 @@
-"""What decides a result, as one frozen, checked value. Where it runs (folders, devices) is not in here.
+"""The settings schema, and what recipes of every task share.
 
-Every field made by `setting` is a flag of `rankgrad train`, is checked on construction and is written to RUN/recipe.json.
+A recipe is everything that decides a result, as one frozen, checked value; folders and devices are not part of it. Each field
+declared with `setting` is checked on construction, is a flag of the command line, and is saved in RUN/recipe.json.
 """
 
-import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self, TypeAlias, Union, get_args, get_origin
 
-DATA_SETS = (
-    "sop",
-    "inshop",
-    "vehicleid",
-    "inat",
-    "cub",
-    "cars",
-    "gldv1",
-    "roxford5k",
-    "rparis6k",
-    "omniglot",
-    "folder",
-    "csv",
-    "glyphs",
-)
-# what a seed, a number of steps or a size can be anywhere it goes
+from rankgrad._messages import did_you_mean, shorten
+from rankgrad.train.settings import Optimizer, Precision, Schedule, TrainSettings
+
+Group: TypeAlias = Literal["data", "images", "batches", "model", "loss", "optimisation", "evaluation", "the run"]
+"""Headings of the settings, in the order in which they are listed."""
+
+# an int64: seeds, steps and sizes end up in one
 LARGEST_INTEGER = 2**63 - 1
-CATEGORY_SAMPLERS = ("category-hard", "category-half")
+
+# the k of each data set's columns, as the papers head them
+KS = {
+    "sop": (1, 10, 100, 1000),
+    "inat": (1, 4, 16, 32),
+    "cars": (1, 2, 4, 8),
+    "cub": (1, 2, 4, 8),
+    "vehicleid": (1, 5),
+}
+VEHICLEID_SPLITS = ("small", "medium", "large")
 
 
 def setting(
-    default: Any, about: str, *, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None
+    default: Any,
+    help: str,  # noqa: A002  # as argparse calls it
+    *,
+    group: Group,
+    least: float | None = None,
+    most: float | None = None,
+    choices: Collection[str] | None = None,
 ) -> Any:
-    """A field with its help text and what it may hold. `choices` of an int field are words allowed beside numbers."""
-    return field(default=default, metadata={"about": about, "choices": choices, "least": least, "most": most})
+    """Declare a field of a recipe as a setting.
+
+    A closed set of choices is the field's `Literal` type. `int | Literal["auto"]` allows the word beside numbers.
+
+    Args:
+        default: value where the recipe gives none.
+        help: what it does, in a phrase.
+        group: heading under which it is listed.
+        least: smallest number allowed.
+        most: largest number allowed.
+        choices: registry whose names are allowed.
+    """
+    return field(default=default, metadata={"help": help, "group": group, "least": least, "most": most, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One entry of the schema, read off a dataclass field.
+
+    Attributes:
+        name: of the field.
+        kind: type of a single value.
+        is_tuple: whether the field holds several values.
+        choices: words allowed: all there are for text, beside numbers for an int, () for any text.
+        help: what it does, in a phrase.
+        group: heading under which it is listed.
+        least: smallest number allowed.
+        most: largest number allowed.
+    """
+
+    name: str
+    kind: type[bool] | type[int] | type[float] | type[str]
+    is_tuple: bool
+    choices: tuple[str, ...]
+    help: str
+    group: Group
+    least: float | None
+    most: float | None
+
+    def check(self, value: Any) -> Any:
+        """`value` in the setting's own type; a list becomes a tuple, an integer a float.
+
+        Raises:
+            ValueError: the type, the range or the choice is wrong. Names of settings stand in backticks.
+        """
+        if not self.is_tuple:
+            return self._check_one(value)
+        if isinstance(value, str) or not isinstance(value, (tuple, list)):
+            raise ValueError(f"`{self.name}` must be several values, got {shorten(value)}")
+        return tuple(map(self._check_one, value))
+
+    def _check_one(self, value: Any) -> Any:
+        if isinstance(value, str) and value in self.choices:
+            return value
+        if self.kind is str:
+            if not isinstance(value, str):
+                raise ValueError(f"`{self.name}` must be text, got {shorten(value)}")
+            if self.choices:
+                near = did_you_mean(value, self.choices, otherwise="", cutoff=0.5)
+                hint = f": {near}" if near else ""
+                raise ValueError(f"`{self.name}` must be one of {', '.join(self.choices)}, got {shorten(value)}{hint}")
+            return value
+        if self.kind is bool:
+            if not isinstance(value, bool):
+                raise ValueError(f"`{self.name}` must be true or false, got {shorten(value)}")
+            return value
+        return self._check_number(value)
+
+    def _check_number(self, value: Any) -> int | float:
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if is_integer and abs(value) > LARGEST_INTEGER:
+            raise ValueError(f"`{self.name}` must be at most {LARGEST_INTEGER:,}, got {shorten(value)}")
+        number: int | float
+        if is_integer:
+            number = float(value) if self.kind is float else int(value)
+        elif self.kind is float and isinstance(value, float) and math.isfinite(value):
+            number = value
+        else:
+            words = "".join(f"{choice!r} or " for choice in self.choices)
+            numbers = "a finite number" if self.kind is float else "an integer"
+            raise ValueError(f"`{self.name}` must be {words}{numbers}, got {shorten(value)}")
+        if (self.least is not None and number < self.least) or (self.most is not None and number > self.most):
+            limits = f"at least {self.least:,}" if self.most is None else f"between {self.least:,} and {self.most:,}"
+            raise ValueError(f"`{self.name}` must be {limits}, got {number!r}")
+        return number
+
+    def parse(self, text: str) -> Any:
+        """The value that `text` stands for on a command line, checked; several values are separated by commas."""
+        if not self.is_tuple:
+            return self.check(self._parse_one(text))
+        return self.check(tuple(self._parse_one(part.strip()) for part in text.split(",") if part.strip()))
+
+    def _parse_one(self, text: str) -> Any:
+        if self.kind is bool:
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(text.lower(), text)
+        if self.kind is int:
+            # 4,000 would be two values of a tuple, so thousands are written 4000 or 4_000
+            return int(text) if re.fullmatch(r"[+-]?[0-9](_?[0-9]){0,40}", text) else text
+        if self.kind is float:
+            try:
+                return float(text)
+            except ValueError:
+                return text
+        return text
+
+
+def settings_of(recipe: type["Recipe"]) -> Mapping[str, Setting]:
+    """The settings of a kind of recipe by name, in the order of their groups."""
+    if recipe not in _SCHEMAS:
+        _SCHEMAS[recipe] = _read_schema(recipe)
+    return _SCHEMAS[recipe]
+
+
+_SCHEMAS: dict[type["Recipe"], Mapping[str, Setting]] = {}
+
+
+def _read_schema(recipe: type["Recipe"]) -> Mapping[str, Setting]:
+    found = []
+    for entry in fields(recipe):
+        # a subclass that changes a default alone leaves the declaration to its base
+        declared = [base.__dict__.get("__dataclass_fields__", {}).get(entry.name) for base in recipe.__mro__]
+        metadata = next((each.metadata for each in declared if each is not None and each.metadata), None)
+        if metadata:
+            found.append(_read_field(entry, metadata))
+    order = get_args(Group)
+    return {entry.name: entry for entry in sorted(found, key=lambda entry: order.index(entry.group))}
+
+
+def _read_field(entry: "Field[Any]", metadata: Mapping[str, Any]) -> Setting:
+    kind: Any
+    kind, is_tuple = (get_args(entry.type)[0], True) if get_origin(entry.type) is tuple else (entry.type, False)
+    words: tuple[str, ...] = tuple(metadata["choices"] or ())
+    if get_origin(kind) is Union:
+        kind, literal = get_args(kind)
+        words = get_args(literal)
+    elif get_origin(kind) is Literal:
+        kind, words = str, get_args(kind)
+    details = {key: metadata[key] for key in ("help", "group", "least", "most")}
+    return Setting(name=entry.name, kind=kind, is_tuple=is_tuple, choices=words, **details)
 
 
 @dataclass(frozen=True)
@@ -47,13 +190,27 @@ class Published:
     split: str = "test"
     note: str = ""
 
+    @classmethod
+    def hits(
+        cls, ks: Sequence[int], values: Sequence[float], source: str, *, split: str = "test", note: str = ""
+    ) -> tuple[Self, ...]:
+        """R@k for each k."""
+        return tuple(cls(f"R@{k}", value, source, split, note) for k, value in zip(ks, values, strict=True))
+
+    @classmethod
+    def columns(cls, data: str, values: Sequence[float], source: str) -> tuple[Self, ...]:
+        """A row under the columns of `data`: R@k, for VehicleID of the small, medium and large list in turn."""
+        if data != "vehicleid":
+            return cls.hits(KS[data], values, source)
+        lists = zip(VEHICLEID_SPLITS, values[0::2], values[1::2], strict=True)
+        return tuple(number for split, *pair in lists for number in cls.hits(KS[data], pair, source, split=split))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One training run, whole: data, batches, model, loss, optimisation, evaluation.
+    """What recipes of every task share: description, optimisation, and the checks.
 
-    The defaults are those for images of one's own. Where a paper and its published code disagree the default is the paper's
-    reading and the field says what the code does.
+    Tasks add fields of their own and change defaults.
     """
 
     name: str
@@ -61,305 +218,104 @@ class Recipe:
     published: tuple[Published, ...] = ()
     notes: tuple[str, ...] = ()
 
-    # data
-    data_set: str = setting("folder", "layout of the images", choices=DATA_SETS)
-    test_on: tuple[str, ...] = setting(
-        (), "other data sets to test on, each in DIR/<name>; empty: the data set's own test splits", choices=DATA_SETS
-    )
-    partial: bool = setting(False, "accept an incomplete copy of the data set, saying what is absent")
-    skip_bad: bool = setting(False, "leave unreadable images out, listing them, and not stop at the first")
-    classes: int = setting(0, "use only so many classes of each split, spread over the categories; 0: all", least=0)
-    images_per_class: int = setting(0, "use only the first images of each class; 0: all", least=0)
+    data_set: str = setting("folder", "layout of the images", group="data")
+    skip_bad: bool = setting(False, "skip what cannot be read, and list it, instead of stopping", group="data")
 
-    # images
-    size: int = setting(224, "side of the square the network sees, pixels", least=16, most=2048)
-    stored_side: int = setting(0, "side the decoded images are kept at; 0: size x 256 / 224", least=0, most=4096)
-    decode: str = setting(
-        "once",
-        "'once': all images beforehand, kept in the cache; 'always': whenever one is shown, for sets too large to keep",
-        choices=("once", "always"),
+    optimizer: Optimizer = setting("adam", "optimizer", group="optimisation")
+    lr: float = setting(1e-4, "learning rate", group="optimisation", least=1e-12)
+    weight_decay: float = setting(4e-4, "weight decay", group="optimisation", least=0.0)
+    schedule: Schedule = setting("constant", "learning rate over time", group="optimisation")
+    milestones: tuple[int, ...] = setting(
+        (), "epochs at which 'step' multiplies the learning rate by gamma", group="optimisation", least=1
     )
-    aspect: str = setting(
-        "kept", "'kept': the short side becomes stored_side; 'square': both do, distorted", choices=("kept", "square")
+    gamma: float = setting(
+        0.3, "factor of 'step' at a milestone and of 'exponential' each epoch", group="optimisation", least=1e-6, most=1.0
     )
-    crop: str = setting(
-        "resized",
-        "training crops: 'resized' of random scale and shape, 'random' of fixed size, 'center'",
-        choices=("resized", "random", "center"),
+    warmup_steps: int = setting(0, "steps over which the learning rate rises to lr", group="optimisation", least=0)
+    epochs: int = setting(30, "passes over the training data", group="optimisation", least=1)
+    steps: int = setting(0, "number of steps, in place of epochs; 0: epochs decide", group="optimisation", least=0)
+    clip: float = setting(0.0, "largest norm of the gradient; 0: no limit", group="optimisation", least=0.0)
+    precision: Precision = setting(
+        "float32", "of the network; the loss is always computed in float32", group="optimisation"
+    )  # fmt: skip
+    chunk_size: int | Literal["auto"] = setting(
+        0,
+        "images in the network at once; 0: the whole batch; 'auto': as many as fit in memory",
+        group="optimisation",
+        least=0,
     )
-    crop_scale: float = setting(0.08, "smallest share of the image's area in a 'resized' crop", least=0.01, most=1.0)
-    flip: bool = setting(True, "mirror every other training image")
 
-    # batches
-    sampler: str = setting(
-        "class-balanced",
-        "'class-balanced': per_class images of each class; 'whole-class': all images of random classes; 'category-hard': "
-        "every batch from two categories; 'category-half': one labelled category and unlabelled images",
-        choices=("class-balanced", "whole-class", *CATEGORY_SAMPLERS),
+    evaluate_every: int = setting(
+        0, "epochs between evaluations while training; 0: only at the end", group="evaluation", least=0
     )
-    batch_size: int = setting(
-        0, "images in a batch; 0: per_class x the classes that have so many images, 4,000 at most", least=0
-    )
-    per_class: int = setting(4, "images of a class in a batch; 0: all it has (not for class-balanced)", least=0)
-    batches_per_pair: int = setting(5, "batches of each pair of categories in an epoch (category-hard)", least=1)
 
-    # model
-    trunk: str = setting("resnet50", "resnet18/34/50/101, googlenet, convnet, vit-b32, vit-b16, vit-s16 or a name of timm")
-    weights: str = setting("default", "'default': the trunk's published weights; 'none': random; or a file")
-    pool: str = setting(
-        "auto",
-        "what makes a vector of the trunk's features; 'auto': the class token where there is one, else gem",
-        choices=("auto", "gem", "avg", "max", "cls"),
-    )
-    gem_p: float = setting(3.0, "first exponent of GeM pooling", least=1e-3, most=100.0)
-    gem_learned: bool = setting(True, "learn GeM's exponent")
-    l2_pooled: bool = setting(False, "length 1 between pooling and the linear layer, which landmark models have")
-    layer_norm: bool = setting(True, "layer norm between pooling and the linear layer")
-    dim: int = setting(512, "dimensions of an embedding; 0: those of the trunk, without linear layer", least=0)
-    # RS@k's text says that batch norm parameters are frozen; its code fixes the statistics and trains scale and shift
-    batch_norm: str = setting(
-        "frozen",
-        "'frozen': statistics stay, scale and shift are trained; 'fixed': nothing is; 'live': as usual, whole batches only",
-        choices=("frozen", "fixed", "live"),
-    )
-    pixels: str = setting(
-        "native", "normalise pixels as the trunk was trained, or as ImageNet models are", choices=("native", "imagenet")
-    )
-    whiten: bool = setting(False, "begin with the linear layer at the learned whitening of the training images")
+    seed: int = setting(0, "seed of all randomness", group="the run", least=0)
+    checkpoint_every: int = setting(0, "steps between checkpoints; 0: one after each epoch", group="the run", least=0)
+    log_every: int = setting(10, "steps between journal entries", group="the run", least=1)
 
-    # loss
-    loss: str = setting(
-        "recall-at-k",
-        "what is optimised",
-        choices=("fastap", "rambo-recall", "rambo-ap", "recall-at-k", "smooth-ap"),
-    )
-    bins: int = setting(10, "bins of fastap's histogram", least=1)
-    lam: float = setting(4.0, "rambo's interpolation, on ranks divided by the list's length", least=1e-9)
-    margin: float = setting(0.02, "rambo's margin between relevant and other scores", least=0.0)
-    weighting: str = setting("loglog", "rambo-recall's weighting of ranks", choices=("log", "loglog"))
-    tau: float = setting(0.01, "temperature on score differences (recall-at-k, smooth-ap)", least=1e-9)
-    tau_cut: float = setting(1.0, "temperature on ranks (recall-at-k)", least=1e-9)
-    ks: tuple[int, ...] = setting((1, 2, 4, 8, 16), "cut-offs of recall-at-k; simix widens the default set", least=1)
-    # eq. 6 of RS@k leaves the query out; the published code, and so every published number, has it in
-    query_in_database: bool = setting(False, "recall-at-k: rank the query in its own list, as the published code does")
-    simix: bool = setting(False, "add virtual examples between all pairs of a class")
-    memory: int = setting(0, "batches whose embeddings lengthen the ranked lists", least=0)
-
-    # optimisation
-    optimizer: str = setting("adam", "optimizer", choices=("adam", "adamw", "sgd"))
-    lr: float = setting(1e-4, "learning rate", least=1e-12)
-    head_lr: float = setting(1.0, "learning rate of the embedding layer, as a multiple of lr", least=0.0)
-    gem_lr: float = setting(1.0, "learning rate of GeM's exponent, as a multiple of lr", least=0.0)
-    weight_decay: float = setting(4e-4, "weight decay", least=0.0)
-    decay_norms: bool = setting(True, "decay norms and biases too")
-    decay_gem: bool = setting(False, "decay GeM's exponent too")
-    schedule: str = setting("constant", "learning rate over time", choices=("constant", "step", "cosine", "exponential"))
-    milestones: tuple[int, ...] = setting((), "epochs at which 'step' multiplies by gamma", least=1)
-    gamma: float = setting(0.3, "factor of 'step' at a milestone and of 'exponential' each epoch", least=1e-6, most=1.0)
-    warmup: float = setting(0.0, "epochs over which the learning rate rises to lr", least=0.0)
-    warmup_steps: int = setting(0, "the same in steps; one of the two", least=0)
-    epochs: int = setting(30, "passes through the sampler", least=1)
-    steps: int = setting(0, "stop after so many steps, whatever the epoch; 0: epochs decide", least=0)
-    clip: float = setting(0.0, "largest norm of the gradient; 0: any", least=0.0)
-    precision: str = setting("float32", "of the network; the loss is float32 in any case", choices=("float32", "bf16", "fp16"))
-    compile: bool = setting(False, "torch.compile the network")
-    cuda_graphs: bool = setting(True, "record the network's pass over a batch that is one chunk, on a GPU")
-    channels_last: bool = setting(True, "memory format of network and images, faster for convolutions")
-    chunk_size: int | str = setting(
-        0, "images in the network at once; 0: the whole batch; 'auto': what memory allows", choices=("auto",), least=0
-    )
-    keep: int | str = setting("auto", "chunks whose activations are kept and not computed again", choices=("auto",), least=0)
-
-    # evaluation
-    validation: str = setting(
-        "none",
-        "what chooses the best checkpoint: 'half': train on the first half of the classes, validate on the second; 'split': "
-        "the data set's own validation split; 'test': the test classes, as some papers did; 'none': the last is taken",
-        choices=("none", "half", "split", "test"),
-    )
-    evaluate_every: int = setting(5, "epochs between validations; 0: only at the end", least=0)
-    patience: int = setting(0, "validations without improvement after which training ends; 0: never", least=0)
-    scales: tuple[float, ...] = setting((1.0,), "sizes at which a test image is described, relative to its own", least=0.05)
-
-    # the run
-    seed: int = setting(0, "of everything random", least=0)
-    checkpoint_every: int = setting(0, "steps between checkpoints; 0: each epoch", least=0)
-    log_every: int = setting(10, "steps between lines of the journal", least=1)
+    mutable_on_resume: ClassVar[frozenset[str]] = frozenset()
+    """Settings outside the training loop that may change between two parts of one run: they do not decide what is trained."""
 
     def __post_init__(self) -> None:
-        for entry in settings_of(Recipe):
-            object.__setattr__(self, entry.name, checked(entry, getattr(self, entry.name)))
-        for problem in self._contradictions():
-            raise ValueError(f"{self.name}: {problem}")
+        try:
+            for name, entry in settings_of(type(self)).items():
+                object.__setattr__(self, name, entry.check(getattr(self, name)))
+            self.train_settings()
+            self.check_combinations()
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {_without_caller(str(error))}") from None
 
-    def _contradictions(self) -> list[str]:
-        found = []
-        if self.sampler == "class-balanced":
-            if self.per_class < 2:
-                found.append(f"per_class must be at least 2 for the sampler 'class-balanced', got {self.per_class}")
-            elif self.batch_size % self.per_class:
-                lower = self.batch_size - self.batch_size % self.per_class
-                found.append(
-                    f"batch_size must be a multiple of per_class ({self.per_class}), got {self.batch_size}; "
-                    f"{lower or self.per_class} or {lower + self.per_class} is"
-                )
-        elif self.batch_size == 0:
-            found.append(f"batch_size must be given for the sampler {self.sampler!r}")
-        if self.batch_size == 1:
-            found.append("batch_size must be at least 2: a single image has nothing to be ranked against")
-        if self.simix and self.memory:
-            found.append("simix and memory exclude each other: set memory to 0 or use no simix")
-        whole = self.chunk_size == 0 or (isinstance(self.chunk_size, int) and 0 < self.batch_size <= self.chunk_size)
-        if self.batch_norm == "live" and not whole:
-            found.append(
-                f"batch_norm 'live' needs the whole batch at once, but chunk_size is {self.chunk_size}: "
-                "use batch_norm 'frozen' or chunk_size 0"
-            )
-        if (self.schedule == "step") != bool(self.milestones):
-            found.append(
-                "schedule 'step' needs milestones, the epochs at which the learning rate falls"
-                if self.schedule == "step"
-                else f"milestones {', '.join(map(str, self.milestones))} need the schedule 'step', got {self.schedule!r}"
-            )
-        if self.milestones != tuple(sorted(set(self.milestones))):
-            found.append(f"milestones must ascend, got {', '.join(map(str, self.milestones))}")
-        if self.warmup and self.warmup_steps:
-            found.append("warmup and warmup_steps both say how long the learning rate rises: use one of the two")
-        if self.l2_pooled and self.layer_norm:
-            found.append("layer_norm undoes the length that l2_pooled gives: use one of the two")
-        if self.whiten and not self.dim:
-            found.append("whiten needs a linear layer to start: give dim")
-        if self.stored_side and self.stored_side < self.size:
-            found.append(f"stored_side must be at least size ({self.size}), got {self.stored_side}")
-        if self.skip_bad and self.decode == "always":
-            found.append("skip_bad needs decode 'once': only then are bad images known before training")
-        if self.data_set == "glyphs" and self.test_on:
-            found.append("test_on is for data sets on disk; glyphs has test characters of its own")
-        return found
-
-    @property
-    def stored(self) -> int:
-        """Side of the decoded images."""
-        return self.stored_side or round(self.size * 256 / 224)
+    def check_combinations(self) -> None:
+        """Refuse settings that exclude each other, beyond those of the training loop."""
 
     def settings(self) -> dict[str, Any]:
         """Every setting by name, as JSON has it."""
-        values = {entry.name: getattr(self, entry.name) for entry in settings_of(Recipe)}
+        values = {name: getattr(self, name) for name in settings_of(type(self))}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
-    def with_settings(self, changes: Mapping[str, Any]) -> "Recipe":
-        """A copy with `changes`, checked; a name that is no setting is an error with the nearest one.
-
-        A change of schedule drops the milestones of the one before, a warm-up in one unit that in the other.
-        """
+    def with_settings(self, changes: Mapping[str, Any]) -> Self:
+        """A checked copy with `changes`. A change of schedule drops the milestones of the old one."""
+        known = settings_of(type(self))
         for name in changes:
-            if name not in SETTINGS:
-                raise ValueError(f"{self.name}: there is no setting {name!r}{nearest(name, SETTINGS)}")
-        dropped: dict[str, Any] = {}
-        if changes.get("schedule", "step") != "step":
-            dropped["milestones"] = ()
-        if changes.get("warmup"):
-            dropped["warmup_steps"] = 0
-        elif changes.get("warmup_steps"):
-            dropped["warmup"] = 0.0
-        return replace(self, **{**dropped, **changes})
+            if name not in known:
+                raise ValueError(f"{self.name}: there is no setting {name!r}: {did_you_mean(name, known)}")
+        return replace(self, **{**self._replaced_by(changes), **changes})
 
-    def differences(self, other: "Recipe") -> dict[str, tuple[Any, Any]]:
-        """Settings that are not the same, with the values here and there."""
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in SETTINGS}
+    def _replaced_by(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that lose their meaning under `changes`."""
+        return {"milestones": ()} if changes.get("schedule", "step") != "step" else {}
+
+    def differences(self, other: Self) -> dict[str, tuple[Any, Any]]:
+        """Settings that differ, with the values here and there."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in settings_of(type(self))}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
+    def identity(self) -> dict[str, Any]:
+        """What two parts of one run must agree in besides the settings of the training loop."""
+        loop = {entry.name for entry in fields(TrainSettings)}
+        return {name: value for name, value in self.settings().items() if name not in loop | self.mutable_on_resume}
 
-def settings_of(recipe: type[Recipe]) -> list["Field[Any]"]:
-    """The fields that are settings, in order."""
-    return [entry for entry in fields(recipe) if "about" in entry.metadata]
+    def train_settings(self, **context: Any) -> TrainSettings:
+        """The settings of the training loop; `context` are those that say where it runs."""
+        shared = {entry.name for entry in fields(TrainSettings)} & set(settings_of(type(self)))
+        values = {name: getattr(self, name) for name in shared}
+        # a number of steps replaces the number of epochs
+        values["epochs"] = 0 if self.steps else self.epochs
+        return TrainSettings(**{**values, **self._loop_settings(), **context})
 
+    def _loop_settings(self) -> dict[str, Any]:
+        """Settings of the training loop that the recipe has under another name, or that follow from others."""
+        return {}
 
-def nearest(name: str, names: Any) -> str:
-    """The end of a sentence about an unknown name."""
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f": did you mean {near[0]!r}?" if near else ""
+    def debug_version(self, *, has_data: bool = True) -> Self:
+        """A copy in which every stage runs within a minute on a CPU; its results mean nothing.
 
-
-def told(value: Any) -> str:
-    """A wrong value in a sentence, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def checked(entry: "Field[Any]", value: Any) -> Any:
-    """`value` in the field's own type and range, or a sentence about why not. Lists (from JSON) become tuples."""
-    if get_origin(entry.type) is tuple:
-        if isinstance(value, str) or not isinstance(value, (tuple, list)):
-            raise ValueError(f"{entry.name} must be several values, got {told(value)}")
-        return tuple(_checked_one(entry, get_args(entry.type)[0], item) for item in value)
-    return _checked_one(entry, entry.type, value)
-
-
-def _checked_one(entry: "Field[Any]", kind: Any, value: Any) -> Any:
-    choices, least, most = (entry.metadata[key] for key in ("choices", "least", "most"))
-    if kind == int | str and value in choices:
-        return value
-    if kind is str:
-        if not isinstance(value, str):
-            raise ValueError(f"{entry.name} must be text, got {told(value)}")
-        if choices and value not in choices:
-            raise ValueError(f"{entry.name} must be one of {', '.join(choices)}, got {told(value)}{nearest(value, choices)}")
-        return value
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"{entry.name} must be true or false, got {told(value)}")
-        return value
-    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-        raise ValueError(f"{entry.name} must be at most {LARGEST_INTEGER:,}, got {told(value)}")
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    wanted = float if kind is float else int
-    if not isinstance(value, wanted) or isinstance(value, bool) or not math.isfinite(value):
-        words = "".join(f"{choice!r} or " for choice in choices)
-        numbers = "a finite number" if wanted is float else "an integer"
-        raise ValueError(f"{entry.name} must be {words}{numbers}, got {told(value)}")
-    if (least is not None and value < least) or (most is not None and value > most):
-        limits = f"between {least:,} and {most:,}" if most is not None else f"at least {least:,}"
-        raise ValueError(f"{entry.name} must be {limits}, got {value!r}")
-    return value
+        Args:
+            has_data: whether the user has the data set; False may replace it by a built-in one.
+        """
+        raise NotImplementedError
 
 
-def parse(entry: "Field[Any]", text: str) -> Any:
-    """The value that `text` of a command line stands for; tuples are separated by commas."""
-    if get_origin(entry.type) is tuple:
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        return checked(entry, tuple(_parse_one(entry, get_args(entry.type)[0], part) for part in parts))
-    return checked(entry, _parse_one(entry, entry.type, text))
-
-
-def _parse_one(entry: "Field[Any]", kind: Any, text: str) -> Any:
-    if kind is bool:
-        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if text.lower() not in words:
-            raise ValueError(f"{entry.name} must be true or false, got {told(text)}")
-        return words[text.lower()]
-    if kind is int or kind == int | str:
-        # 4,000 is two values in a tuple, so thousands are written 4000 or 4_000
-        return int(text) if re.fullmatch(r"[+-]?[0-9](_?[0-9]){0,40}", text) else text
-    if kind is float:
-        try:
-            return float(text)
-        except ValueError:
-            return text
-    return text
-
-
-SETTINGS: Mapping[str, "Field[Any]"] = {entry.name: entry for entry in settings_of(Recipe)}
-
-# the first setting of each group of the help text
-GROUPS = {
-    "data_set": "data",
-    "size": "images",
-    "sampler": "batches",
-    "trunk": "model",
-    "loss": "loss",
-    "optimizer": "optimisation",
-    "validation": "evaluation",
-    "seed": "the run",
-}
+def _without_caller(message: str) -> str:
+    """Drop the name of the class that a check of ours begins with."""
+    return re.sub(r"^[A-Z]\w+: ", "", message)

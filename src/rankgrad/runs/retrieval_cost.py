@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from rankgrad.runs.data_cache import DataCache, RunContext
-from rankgrad.runs.pipeline import train_settings
-from rankgrad.runs.recipe import Recipe
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 from rankgrad.runs.retrieval_task import make_batches
 from rankgrad.runs.step_cost import plan
 from rankgrad.runs.task_losses import make_loss
@@ -45,7 +44,7 @@ def plan_recipe(recipe: Recipe, context: RunContext) -> str:
         model,
         make_loss(recipe),
         make_batch,
-        train_settings(recipe, context),
+        recipe.train_settings(parallel=context.parallel, tensorboard=context.tensorboard, wandb=context.wandb),
         context.device,
         groups=groups_of(recipe, model),
         steps_per_epoch=steps_per_epoch,

@@ -17,15 +17,14 @@ from rankgrad.models import Embedder, embed_multiscale
 from rankgrad.runs.data_cache import WITH_DISTRACTORS, DataCache, RunContext, Split
 from rankgrad.runs.embedding import embed
 from rankgrad.runs.landmark_images import describe_landmarks
-from rankgrad.runs.recipe import Published, Recipe
+from rankgrad.runs.recipe import Published
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 from rankgrad.runs.retrieval_task import ordered_batches
 from rankgrad.train.processes import ALONE, Processes
 from rankgrad.train.progress import Progress
-from rankgrad.train.settings import Precision
 
 # nearest neighbours that are kept of every query, for pictures
 NEIGHBOURS = 20
-PRECISIONS: Mapping[str, Precision] = {"float32": "float32", "bf16": "bf16", "fp16": "fp16"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +58,7 @@ def embeddings_of(recipe: Recipe, model: Embedder, split: Split, context: RunCon
         described,
         ordered_batches(recipe, split, context, rows),
         device=context.device,
-        precision=PRECISIONS[recipe.precision],
+        precision=recipe.precision,
         name=f"embedding {split.table.name}",
         shown=context.processes.first,
     )

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from rankgrad.data.category_samplers import CategoryHalf, CategoryHard
 from rankgrad.data.image_batches import ImageBatches
-from rankgrad.data.preprocessing import Augment, Crop
+from rankgrad.data.preprocessing import Augment
 from rankgrad.data.samplers import BatchSampler, ClassBalanced, Sequential, WholeClass
 from rankgrad.data.table import Table
 from rankgrad.runs.data_cache import RunContext, Split
-from rankgrad.runs.recipe import CATEGORY_SAMPLERS, Recipe
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 
 # the batch of RS@k, which is as large as batches have been shown to help
 MOST_IMAGES = 4000
@@ -22,7 +22,6 @@ MOST_IMAGES = 4000
 MOST_BYTES = 2**32
 # images that are embedded at once without a gradient
 EMBEDDED_AT_ONCE = 256
-CROPS: Mapping[str, Crop] = {"resized": "resized", "random": "random", "center": "center"}
 
 
 class SubsetSampler:
@@ -51,7 +50,7 @@ class SubsetSampler:
 def make_sampler(recipe: Recipe, table: Table) -> BatchSampler:
     """The sampler of `recipe` over the images of `table`."""
     per_class = recipe.per_class or None
-    if recipe.sampler in CATEGORY_SAMPLERS:
+    if recipe.sampler in ("category-hard", "category-half"):
         if table.categories is None:
             raise ValueError(
                 f"the sampler {recipe.sampler!r} needs categories, and {table.name} has none: "
@@ -92,7 +91,7 @@ def make_batches(recipe: Recipe, split: Split, context: RunContext) -> ImageBatc
         split.images,
         split.table.labels,
         sampler if split.rows is None else SubsetSampler(sampler, split.rows),
-        Augment(CROPS[recipe.crop], flip=recipe.flip, share=share, scale=(recipe.crop_scale, 1.0)),
+        Augment(recipe.crop, flip=recipe.flip, share=share, scale=(recipe.crop_scale, 1.0)),
         recipe.size,
         recipe.seed,
         context.device if 3 * images * recipe.size**2 <= MOST_BYTES * context.processes.size else "cpu",

@@ -17,10 +17,9 @@ from typing import Any
 from rankgrad.recipes.recall_at_k import SIMIX_KS
 from rankgrad.recipes.starters import OMNIGLOT
 from rankgrad.runs.data_cache import DataCache
-from rankgrad.runs.debug_version import shrunk
 from rankgrad.runs.ledger import Entry, Ledger, as_csv, key_of, markdown, percentages
 from rankgrad.runs.pipeline import train_and_evaluate
-from rankgrad.runs.recipe import Recipe
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 
 METRICS = ("R@1", "R@4", "mAP", "mAP@R")
 # longer than any run: a study keeps results, not checkpoints
@@ -132,7 +131,7 @@ def run_study(
 ) -> str:
     """Run the chosen variations of `base`, writing `csv` and a table after every run; returns the table."""
     ledger = Ledger(folder / "ledger.jsonl")
-    images = len(data.split(shrunk(base) if debug else base, "train").table)
+    images = len(data.split(base.debug_version() if debug else base, "train").table)
     planned = [(variation, _sized(base, variation, images, debug=debug)) for variation in study.chosen(only)]
     csv = csv or folder / f"{study.name}.csv"
     csv.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +150,7 @@ def run_study(
 def _sized(base: Recipe, variation: Variation, images: int, *, debug: bool) -> Recipe:
     recipe = base.with_settings(variation.changes)
     if debug:
-        return shrunk(recipe)
+        return recipe.debug_version()
     # epochs of the base are passes through the images; a sampler's own epoch may be anything
     steps = max(1, round(base.epochs * images / recipe.batch_size))
     steps = min(base.steps or steps, steps)

@@ -8,15 +8,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
+from rankgrad._messages import did_you_mean
 from rankgrad.cli.parser import flag_of
 from rankgrad.recipes.catalogue import shown
 from rankgrad.runs.data_cache import DataCache
 from rankgrad.runs.ledger import Entry, Ledger, as_csv, key_of, markdown, mean_and_deviation, percentages
 from rankgrad.runs.pipeline import train_and_evaluate
-from rankgrad.runs.recipe import SETTINGS, Recipe, nearest, parse
+from rankgrad.runs.recipe import settings_of
 from rankgrad.runs.retrieval_evaluation import is_headline
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 
 # a sweep decides these itself
 DECIDED = ("validation", "seed")
@@ -64,19 +66,20 @@ class Sweep:
 def parse_grid(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     """`lr=1e-4,3e-4` as {"lr": (1e-4, 3e-4)}; the alternatives of a setting that is itself several values part at `/`."""
     grid: dict[str, tuple[Any, ...]] = {}
+    known = settings_of(Recipe)
     for text in texts:
         flag, equals, values = text.partition("=")
         name = flag.strip().removeprefix("--").replace("-", "_")
         if not equals or not values:
             raise ValueError(f"--grid wants SETTING=VALUE,VALUE,..., got {text!r}")
-        if name not in SETTINGS:
-            raise ValueError(f"--grid: there is no setting {name!r}{nearest(name, SETTINGS)}")
+        if name not in known:
+            raise ValueError(f"--grid: there is no setting {name!r}: {did_you_mean(name, known)}")
         if name in DECIDED or name in grid:
             why = "is given twice" if name in grid else "is decided by the sweep itself: see --seeds"
             raise ValueError(f"--grid: {name} {why}")
-        entry = SETTINGS[name]
-        parts = values.split("/" if get_origin(entry.type) is tuple else ",")
-        grid[name] = tuple(dict.fromkeys(parse(entry, part.strip()) for part in parts))
+        entry = known[name]
+        parts = values.split("/" if entry.is_tuple else ",")
+        grid[name] = tuple(dict.fromkeys(entry.parse(part.strip()) for part in parts))
     return grid
 
 

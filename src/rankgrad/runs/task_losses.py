@@ -1,7 +1,7 @@
 """From a recipe to its loss."""
 
 import rankgrad as rg
-from rankgrad.runs.recipe import Recipe
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 
 
 def make_loss(recipe: Recipe) -> rg.RankLoss | rg.SiMix | rg.EmbeddingMemory:
@@ -20,7 +20,7 @@ def _ranked(recipe: Recipe) -> rg.RankLoss:
         case "fastap":
             return rg.FastAPLoss(recipe.bins)
         case "rambo-recall":
-            return rg.RamboRecallLoss(recipe.lam, recipe.margin, "log" if recipe.weighting == "log" else "loglog")
+            return rg.RamboRecallLoss(recipe.lam, recipe.margin, recipe.weighting)
         case "rambo-ap":
             return rg.RamboAPLoss(recipe.lam, recipe.margin)
         case "smooth-ap":

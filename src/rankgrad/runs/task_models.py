@@ -1,25 +1,21 @@
 """From a recipe to its network and what its parameters are trained with."""
 
 import warnings
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from rankgrad.data.seeds import bits, derive, permutation
 from rankgrad.models import (
-    BatchNorm,
     Embedder,
-    ModelSpec,
-    Pixels,
-    Pool,
     build_model,
     initialise_head,
     learn_whitening,
     parameter_groups,
 )
 from rankgrad.runs.data_cache import RunContext, Split
-from rankgrad.runs.recipe import Recipe
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 from rankgrad.runs.retrieval_task import ordered_batches
 from rankgrad.train.progress import Progress
 
@@ -29,19 +25,7 @@ WHITENING_IMAGES = 20_480
 
 def make_model(recipe: Recipe, device: torch.device) -> Embedder:
     """The network of `recipe` with its first weights."""
-    spec = ModelSpec(
-        trunk=recipe.trunk,
-        weights=recipe.weights,
-        pool=cast(Pool, recipe.pool),
-        gem_p=recipe.gem_p,
-        gem_learned=recipe.gem_learned,
-        l2_pooled=recipe.l2_pooled,
-        layer_norm=recipe.layer_norm,
-        dim=recipe.dim,
-        batch_norm=cast(BatchNorm, recipe.batch_norm),
-        pixels=cast(Pixels, recipe.pixels),
-    )
-    model = build_model(spec, seed=derive(recipe.seed, "first weights")).to(device)
+    model = build_model(recipe.model_spec(), seed=derive(recipe.seed, "first weights")).to(device)
     # in the format it is trained in, since a test that sums in another order would not repeat to the last bit
     return model.to(memory_format=torch.channels_last) if recipe.channels_last else model
 

@@ -20,8 +20,8 @@ from rankgrad.runs.data_cache import RunContext, Split
 from rankgrad.runs.embedding import embed
 from rankgrad.runs.landmark_images import landmark
 from rankgrad.runs.pipeline import load_run
-from rankgrad.runs.recipe import Recipe
-from rankgrad.runs.retrieval_evaluation import PRECISIONS, MultiScale
+from rankgrad.runs.retrieval_evaluation import MultiScale
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 from rankgrad.runs.retrieval_task import EMBEDDED_AT_ONCE, ordered_batches
 from rankgrad.runs.task_models import make_model
 from rankgrad.train.checkpoints import MANIFEST, WEIGHTS, RunFolder
@@ -105,7 +105,7 @@ class Network:
         # of the table only its length is asked
         table = Table("batch", Path(), ("image",) * len(planes), np.full(len(planes), -1))
         batches = ordered_batches(self.recipe, Split(_images(planes), table), RunContext(None, self.device))
-        precision = PRECISIONS[self.recipe.precision]
+        precision = self.recipe.precision
         found: Tensor = embed(self.described, batches, device=self.device, precision=precision, shown=False)
         return found.numpy()
 

@@ -133,15 +133,17 @@ class TrainSettings:
         if not self.epochs and not self.steps:
             raise ValueError(f"{caller}: epochs or steps must be above 0, got neither")
         if self.warmup_steps and self.warmup_epochs:
-            raise ValueError(f"{caller}: give warmup_steps or warmup_epochs, got {self.warmup_steps} and {self.warmup_epochs}")
+            raise ValueError(
+                f"{caller}: give the warm-up in steps or in epochs, got {self.warmup_steps} and {self.warmup_epochs:g}"
+            )
         if self.schedule == "step" and not self.milestones:
-            raise ValueError(f"{caller}: schedule 'step' needs milestones, the epochs at which the learning rate falls")
+            raise ValueError(f"{caller}: `schedule='step'` needs `milestones`, the epochs at which the learning rate falls")
         if self.schedule != "step" and self.milestones:
-            raise ValueError(f"{caller}: milestones {self.milestones} are used by schedule 'step' only, got {self.schedule!r}")
+            raise ValueError(f"{caller}: `milestones` are for `schedule='step'`, got `schedule={self.schedule!r}`")
         for milestone in self.milestones:
             check_count(milestone, name="milestones", caller=caller)
         if list(self.milestones) != sorted(set(self.milestones)):
-            raise ValueError(f"{caller}: milestones must ascend, got {self.milestones}")
+            raise ValueError(f"{caller}: `milestones` must ascend, got {', '.join(map(str, self.milestones))}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"{caller}: betas must be two numbers in [0, 1), got {self.betas!r}")
         if self.momentum >= 1:

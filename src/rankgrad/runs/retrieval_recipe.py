@@ -1,0 +1,270 @@
+"""Recipes of image retrieval: data, batches, model, loss, optimisation, evaluation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+
+from rankgrad.data.preprocessing import Crop
+from rankgrad.data.readers import READERS
+from rankgrad.models import BatchNorm, ModelSpec, Pixels, Pool
+from rankgrad.models.trunks import trunk_names
+from rankgrad.runs.recipe import Recipe, setting
+from rankgrad.train.settings import Keep
+
+Sampler: TypeAlias = Literal["class-balanced", "whole-class", "category-hard", "category-half"]
+Weighting: TypeAlias = Literal["log", "loglog"]
+Validation: TypeAlias = Literal["none", "half", "split", "test"]
+
+LOSSES = ("fastap", "rambo-recall", "rambo-ap", "recall-at-k", "smooth-ap")
+
+# size of a debug version
+DEBUG_CLASSES, DEBUG_IMAGES_PER_CLASS = 12, 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalRecipe(Recipe):
+    """One training run of an embedding network. The defaults are those for a user's own images.
+
+    Where a paper and its published code disagree, the default follows the paper and the field says what the code does.
+    """
+
+    data_set: str = setting("folder", "layout of the images", group="data", choices=READERS)
+    test_on: tuple[str, ...] = setting(
+        (),
+        "other data sets to test on, each in DIR/<name>; empty: the data set's own test splits",
+        group="data",
+        choices=READERS,
+    )
+    partial: bool = setting(False, "accept an incomplete copy of the data set and list what is missing", group="data")
+    skip_bad: bool = setting(False, "skip unreadable images, and list them, instead of stopping", group="data")
+    classes: int = setting(
+        0, "use only this many classes of each split, spread over the categories; 0: all", group="data", least=0
+    )
+    images_per_class: int = setting(0, "use only the first images of each class; 0: all", group="data", least=0)
+
+    size: int = setting(224, "side of the square input of the network, in pixels", group="images", least=16, most=2048)
+    stored_side: int = setting(
+        0, "side at which decoded images are stored; 0: size x 256 / 224", group="images", least=0, most=4096
+    )
+    decode: Literal["once", "always"] = setting(
+        "once",
+        "'once': decode all images first and cache them; 'always': decode on every use, for sets too large to cache",
+        group="images",
+    )
+    aspect: Literal["kept", "square"] = setting(
+        "kept", "'kept': resize the short side to stored_side; 'square': resize both, distorting", group="images"
+    )
+    crop: Crop = setting(
+        "resized",
+        "training crops: 'resized': of random scale and aspect ratio; 'random': of fixed size; 'center'",
+        group="images",
+    )
+    crop_scale: float = setting(
+        0.08, "smallest fraction of the image's area in a 'resized' crop", group="images", least=0.01, most=1.0
+    )
+    flip: bool = setting(True, "mirror training images at random", group="images")
+
+    sampler: Sampler = setting(
+        "class-balanced",
+        "'class-balanced': per_class images of each class; 'whole-class': all images of random classes; 'category-hard': "
+        "every batch from two categories; 'category-half': one labelled category and unlabelled images",
+        group="batches",
+    )
+    batch_size: int = setting(
+        0,
+        "images in a batch; 0: per_class x the number of classes that have this many, at most 4,000",
+        group="batches",
+        least=0,
+    )
+    per_class: int = setting(
+        4, "images of each class in a batch; 0: all it has (not for class-balanced)", group="batches", least=0
+    )
+    batches_per_pair: int = setting(
+        5, "batches of each pair of categories in an epoch (category-hard)", group="batches", least=1
+    )
+
+    trunk: str = setting("resnet50", f"one of {', '.join(trunk_names())}, or the name of a timm model", group="model")
+    weights: str = setting("default", "'default': the published weights of the trunk; 'none': random; or a file", group="model")
+    pool: Pool = setting(
+        "auto", "pooling of the trunk's features; 'auto': the class token where there is one, else gem", group="model"
+    )
+    gem_p: float = setting(3.0, "initial exponent of GeM pooling", group="model", least=1e-3, most=100.0)
+    gem_learned: bool = setting(True, "learn the exponent of GeM", group="model")
+    l2_pooled: bool = setting(False, "L2-normalise between pooling and the linear layer, as landmark models do", group="model")
+    layer_norm: bool = setting(True, "layer norm between pooling and the linear layer", group="model")
+    dim: int = setting(
+        512, "dimensions of an embedding; 0: those of the trunk, without a linear layer", group="model", least=0, most=65_536
+    )
+    # RS@k's text says that batch norm parameters are frozen; its code fixes the statistics and trains scale and shift
+    batch_norm: BatchNorm = setting(
+        "frozen",
+        "'frozen': keep the statistics, train scale and shift; 'fixed': train nothing; 'live': ordinary, whole batches only",
+        group="model",
+    )
+    pixels: Pixels = setting(
+        "native", "normalise pixels as for the trunk's own weights, or as for ImageNet models", group="model"
+    )
+    whiten: bool = setting(
+        False, "initialise the linear layer with the learned whitening of the training images", group="model"
+    )
+
+    loss: str = setting("recall-at-k", "loss to optimise", group="loss", choices=LOSSES)
+    bins: int = setting(10, "histogram bins (fastap)", group="loss", least=1)
+    lam: float = setting(
+        4.0, "interpolation strength of the blackbox gradient, on ranks divided by the list's length (rambo)",
+        group="loss", least=1e-9,
+    )  # fmt: skip
+    margin: float = setting(0.02, "margin between relevant and other scores (rambo)", group="loss", least=0.0)
+    weighting: Weighting = setting("loglog", "weighting of ranks (rambo-recall)", group="loss")
+    tau: float = setting(0.01, "temperature on score differences (recall-at-k, smooth-ap)", group="loss", least=1e-9)
+    tau_cut: float = setting(1.0, "temperature on ranks (recall-at-k)", group="loss", least=1e-9)
+    ks: tuple[int, ...] = setting(
+        (1, 2, 4, 8, 16), "cut-offs of recall-at-k; simix widens the default set", group="loss", least=1
+    )
+    # eq. 6 of RS@k leaves the query out; the published code, and so every published number, has it in
+    query_in_database: bool = setting(
+        False, "rank the query in its own list, as the published code does (recall-at-k)", group="loss"
+    )
+    simix: bool = setting(False, "add virtual examples between all pairs of a class", group="loss")
+    memory: int = setting(
+        0, "past batches whose embeddings are added to the ranked lists", group="loss", least=0
+    )  # fmt: skip
+
+    head_lr: float = setting(
+        1.0, "learning rate of the embedding layer, as a multiple of lr", group="optimisation", least=0.0
+    )  # fmt: skip
+    gem_lr: float = setting(1.0, "learning rate of GeM's exponent, as a multiple of lr", group="optimisation", least=0.0)
+    decay_norms: bool = setting(True, "apply weight decay to norms and biases too", group="optimisation")
+    decay_gem: bool = setting(False, "apply weight decay to GeM's exponent too", group="optimisation")
+    warmup: float = setting(
+        0.0, "epochs over which the learning rate rises to lr, in place of warmup_steps", group="optimisation", least=0.0
+    )
+    compile: bool = setting(False, "torch.compile the network", group="optimisation")
+    cuda_graphs: bool = setting(True, "replay the network as CUDA graphs on a GPU", group="optimisation")
+    channels_last: bool = setting(
+        True, "channels-last memory format, faster for convolutions", group="optimisation"
+    )  # fmt: skip
+    keep: Keep = setting(
+        "auto", "chunks whose activations are kept instead of recomputed", group="optimisation", least=0
+    )  # fmt: skip
+
+    validation: Validation = setting(
+        "none",
+        "what selects the best checkpoint: 'half': train on half of the classes, validate on the rest; 'split': the data "
+        "set's own validation split; 'test': the test classes, as some papers did; 'none': keep the last",
+        group="evaluation",
+    )
+    evaluate_every: int = setting(5, "epochs between validations; 0: only at the end", group="evaluation", least=0)
+    patience: int = setting(
+        0, "validations without improvement after which training ends; 0: never", group="evaluation", least=0
+    )
+    scales: tuple[float, ...] = setting(
+        (1.0,), "scales at which a test image is embedded, relative to its own", group="evaluation", least=0.05
+    )
+
+    mutable_on_resume: ClassVar[frozenset[str]] = frozenset({"partial", "skip_bad", "test_on", "scales"})
+
+    def check_combinations(self) -> None:
+        """Refuse settings of batches, model, loss and data that exclude each other."""
+        self.model_spec()
+        self._check_batches()
+        whole = self.chunk_size == 0 or (isinstance(self.chunk_size, int) and 0 < self.batch_size <= self.chunk_size)
+        if self.batch_norm == "live" and not whole:
+            raise ValueError(
+                f"`batch_norm='live'` needs the whole batch at once, but `chunk_size` is {self.chunk_size}: "
+                "use `batch_norm='frozen'` or `chunk_size=0`"
+            )
+        if self.simix and self.memory:
+            raise ValueError("`simix` and `memory` exclude each other: use `memory=0` or `simix=False`")
+        if self.whiten and not self.dim:
+            raise ValueError("`whiten` initialises the linear layer, and `dim=0` has none")
+        if self.stored_side and self.stored_side < self.size:
+            raise ValueError(f"`stored_side` must be at least `size` ({self.size}), got {self.stored_side}")
+        if self.skip_bad and self.decode == "always":
+            raise ValueError("`skip_bad` needs `decode='once'`: only then are bad images known before training")
+        if not READERS[self.data_set].needs_folder and self.test_on:
+            raise ValueError(f"`test_on` is for data sets on disk; {self.data_set} has a test split of its own")
+
+    def _check_batches(self) -> None:
+        if self.sampler == "class-balanced":
+            if self.per_class < 2:
+                raise ValueError(f"`per_class` must be at least 2 for `sampler='class-balanced'`, got {self.per_class}")
+            if self.batch_size % self.per_class:
+                lower = self.batch_size - self.batch_size % self.per_class
+                raise ValueError(
+                    f"`batch_size` must be a multiple of `per_class` ({self.per_class}), got {self.batch_size}; "
+                    f"use {lower or self.per_class} or {lower + self.per_class}"
+                )
+        elif self.batch_size == 0:
+            raise ValueError(f"`sampler={self.sampler!r}` needs a `batch_size`")
+        if self.batch_size == 1:
+            raise ValueError("`batch_size` must be at least 2: a single image has nothing to be ranked against")
+
+    def model_spec(self) -> ModelSpec:
+        """What the network is built from."""
+        return ModelSpec(
+            trunk=self.trunk,
+            weights=self.weights,
+            pool=self.pool,
+            gem_p=self.gem_p,
+            gem_learned=self.gem_learned,
+            l2_pooled=self.l2_pooled,
+            layer_norm=self.layer_norm,
+            dim=self.dim,
+            batch_norm=self.batch_norm,
+            pixels=self.pixels,
+        )
+
+    @property
+    def stored(self) -> int:
+        """Side of the decoded images."""
+        return self.stored_side or round(self.size * 256 / 224)
+
+    def _replaced_by(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        replaced = super()._replaced_by(changes)
+        # the warm-up is given in epochs or in steps
+        if changes.get("warmup"):
+            replaced["warmup_steps"] = 0
+        elif changes.get("warmup_steps"):
+            replaced["warmup"] = 0.0
+        return replaced
+
+    def _loop_settings(self) -> dict[str, Any]:
+        return {"warmup_epochs": self.warmup, "patience": 0 if self.validation == "none" else self.patience}
+
+    def debug_version(self, *, has_data: bool = True) -> Self:
+        """A copy with a tiny network, few classes, small batches and two epochs; sampler, loss and protocol stay.
+
+        An incomplete copy of the data set is accepted. Its results mean nothing.
+        """
+        per_class = min(self.per_class, 3)
+        batch = {"class-balanced": 3 * per_class, "category-hard": 16}.get(self.sampler, 12)
+        return replace(
+            self,
+            name=f"{self.name}-debug",
+            what=f"{self.what} (debug version: its numbers mean nothing)",
+            partial=True,
+            classes=DEBUG_CLASSES,
+            images_per_class=DEBUG_IMAGES_PER_CLASS,
+            size=32,
+            stored_side=36,
+            batch_size=batch,
+            per_class=per_class,
+            batches_per_pair=1,
+            trunk="convnet",
+            weights="none",
+            pool="avg" if self.pool == "cls" else self.pool,
+            dim=16 if self.dim else 0,
+            chunk_size=5 if isinstance(self.chunk_size, int) and self.chunk_size else self.chunk_size,
+            memory=min(self.memory, 1),
+            lr=min(1e-3, self.lr * 10),
+            milestones=(1,) if self.milestones else (),
+            warmup=min(self.warmup, 0.5),
+            warmup_steps=min(self.warmup_steps, 1),
+            epochs=2,
+            steps=4 if self.steps else 0,
+            precision="float32",
+            compile=False,
+            evaluate_every=1,
+            log_every=1,
+        )
