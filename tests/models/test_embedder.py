@@ -231,8 +231,8 @@ def test_a_spec_survives_json():
         ({"gem_p": 0.0}, ValueError, "gem_p must be a finite number above 0"),
         ({"dim": -1}, ValueError, "dim must be at least 0, got -1"),
         ({"dim": 1.5}, TypeError, "dim must be an integer"),
-        ({"trunk": ""}, TypeError, "trunk must be a string"),
-        ({"weights": None}, TypeError, "weights must be a string"),
+        ({"trunk": ""}, TypeError, "trunk must be a non-empty string"),
+        ({"weights": None}, TypeError, "weights must be a non-empty string"),
         ({"l2_pooled": True}, ValueError, "layer_norm undoes the length"),
     ],
 )
