@@ -158,7 +158,7 @@ def test_wrong_arguments_are_refused(tmp_path):
         build_detector("tiny", weights="default")
     with pytest.raises(ValueError, match="torchvision publishes no weights of resnext101_32x4d: give a file"):
         build_detector("resnext101_32x4d", weights="default")
-    with pytest.raises(FileNotFoundError, match=r"there is no file of weights '.*none\.pth'"):
+    with pytest.raises(FileNotFoundError, match=r"the weights file '.*none\.pth' does not exist"):
         build_detector("resnet18", weights=str(tmp_path / "none.pth"))
     torch.save({"conv1.weight": torch.zeros(1)}, tmp_path / "other.pth")
     with pytest.raises(ValueError, match=r"other\.pth does not fit trunk resnet18"):

@@ -233,7 +233,7 @@ def test_a_spec_survives_json():
         ({"dim": 1.5}, TypeError, "dim must be an integer"),
         ({"trunk": ""}, TypeError, "trunk must be a non-empty string"),
         ({"weights": None}, TypeError, "weights must be a non-empty string"),
-        ({"l2_pooled": True}, ValueError, "layer_norm undoes the length"),
+        ({"l2_pooled": True}, ValueError, "layer_norm undoes the normalisation"),
     ],
 )
 def test_a_spec_checks_itself(changes, error, message):
@@ -251,7 +251,7 @@ def test_says_what_is_wrong():
         model(pictures()[0])
     with pytest.raises(ValueError, match=r"got shape \(1, 32, 32, 3\)"):
         model(torch.zeros(1, 32, 32, 3))
-    with pytest.raises(TypeError, match=r"must be uint8 or floating-point, of values 0..255, got torch.int64"):
+    with pytest.raises(TypeError, match=r"must be uint8 or floating-point with values 0..255, got torch.int64"):
         model(pictures().long())
     with pytest.raises(TypeError, match=r"images must be a torch.Tensor, got ndarray"):
         model(pictures().numpy())

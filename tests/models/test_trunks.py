@@ -1,12 +1,17 @@
 """Every kind of trunk gives features of the shape it announces, and a wrong name is answered with a better one."""
 
 import importlib.util
+import sys
+import time
+import urllib.error
+import urllib.request
 
 import pytest
 import torch
+from torch import nn
 
-from rankgrad.models import trunks
-from rankgrad.models.trunks import build_trunk, trunk_names
+from rankgrad.models import ModelSpec, build_model, trunks
+from rankgrad.models.trunks import TRUNKS, build_trunk, trunk_names
 
 
 @pytest.mark.parametrize(
@@ -109,12 +114,12 @@ def test_a_vit_takes_images_of_any_size():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet5", r"there is no trunk 'resnet5'; did you mean .*resnet50"),
+        ("resnet5", r"unknown trunk 'resnet5'; did you mean .*resnet50"),
         ("vit-b-32", r"did you mean .*vit-b32"),
         ("timm/vit_base_patch16_22", r"did you mean .*vit_base_patch16_224"),
-        ("qqqqqqqqqqqqqqqqqqqqqqqqqqqq", r"known are convnet, resnet18, .* and timm.list_models\(\)"),
+        ("qqqqqqqqqqqqqqqqqqqqqqqqqqqq", r"choose one of convnet, resnet18, .* or a name of timm.list_models\(\)"),
         ("vit_tiny_patch16_224.nothing", r"timm has no weights 'vit_tiny_patch16_224.nothing'; did you mean .*augreg_in21k"),
-        ("deit_tiny_distilled_patch16_224", "cannot be built without a pooling of its own"),
+        ("deit_tiny_distilled_patch16_224", "cannot be built without its own pooling"),
     ],
 )
 def test_a_wrong_name_is_answered_with_near_ones(name, message):
@@ -124,7 +129,7 @@ def test_a_wrong_name_is_answered_with_near_ones(name, message):
 
 @pytest.mark.parametrize("name", ["convnet", "vit_wee_patch16_reg1_gap_256.nothing", "test_vit4"])
 def test_weights_that_nobody_published(name):
-    with pytest.raises(ValueError, match=r"there are no published weights|timm has no"):
+    with pytest.raises(ValueError, match=r"has no published weights|timm has no"):
         build_trunk(name, pretrained=True)
 
 
@@ -145,7 +150,8 @@ def test_a_download_that_fails_says_what_to_do(name, kind, monkeypatch):
     monkeypatch.setattr("torchvision.models.WeightsEnum.get_state_dict", offline)
     monkeypatch.setattr("timm.create_model", offline)
     with pytest.raises(
-        OSError, match=r"weights of .* could not be downloaded \(Name or service not known\).*give a local file"
+        OSError,
+        match=r"could not be downloaded \(Name or service not known\).*download them from https://.*--weights FILE",
     ):
         build_trunk(name, pretrained=True)
 
@@ -165,3 +171,156 @@ def test_the_short_names_exist_in_timm_with_weights():
 
     assert set(trunks.SHORT_NAMES) < set(trunk_names())
     assert set(trunks.SHORT_NAMES.values()) <= set(timm.list_pretrained())
+
+
+def test_resnet50_v1_strides_in_the_first_convolution():
+    """Against the same network written out: only the place of the stride differs from torchvision's."""
+    from torchvision import models
+
+    net = models.resnet50(weights=None).eval()
+    trunk = build_trunk("resnet50-v1")
+    names = {key for key in net.state_dict() if not key.startswith("fc.")}
+    assert set(trunk.body.state_dict()) == names
+    trunk.body.load_state_dict({key: value for key, value in net.state_dict().items() if key in names})
+    trunk.body.eval()
+    images = torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        x = net.layer1(net.maxpool(net.relu(net.bn1(net.conv1(images)))))
+        for stage in (net.layer2, net.layer3, net.layer4):
+            block = stage[0]
+            y = torch.relu(block.bn1(nn.functional.conv2d(x, block.conv1.weight, stride=2)))
+            y = torch.relu(block.bn2(nn.functional.conv2d(y, block.conv2.weight, padding=1)))
+            x = stage[1:](torch.relu(block.bn3(block.conv3(y)) + block.downsample(x)))
+        torch.testing.assert_close(trunk.body(images), x)
+        standard = build_trunk("resnet50").body
+        standard.load_state_dict(trunk.body.state_dict())
+        assert not torch.allclose(standard.eval()(images), x, atol=1e-3)
+    with pytest.raises(ValueError, match="'resnet50-v1' has no published weights to download; pass a file"):
+        build_trunk("resnet50-v1", pretrained=True)
+
+
+def test_the_registry_is_the_list_of_names():
+    assert trunk_names() == tuple(TRUNKS)
+    assert {"convnet", "resnet50", "resnet50-v1", "vit-s32"} <= set(trunk_names())
+
+
+MODULE = """
+import torch
+from torch import nn
+from rankgrad.models.trunks import Trunk
+
+def maps():
+    return nn.Conv2d(3, 6, 3, stride=8)
+
+def vectors(pretrained):
+    net = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 5))
+    nn.init.constant_(net[2].bias, 1.0 if pretrained else 0.0)
+    net.mean, net.std, net.input_size = (0.5,) * 3, (0.25,) * 3, 48
+    return net
+
+class Tokens(nn.Module):
+    num_prefix_tokens = 1
+    def __init__(self):
+        super().__init__()
+        self.embed, self.cls_token = nn.Conv2d(3, 7, 16, stride=16), nn.Parameter(torch.zeros(1, 1, 7))
+    def forward(self, x):
+        return torch.cat([self.cls_token.expand(len(x), -1, -1), self.embed(x).flatten(2).transpose(1, 2)], 1)
+
+def described():
+    return Trunk("mine", nn.Conv2d(3, 4, 1), channels=4, input_size=16)
+
+def pair():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x, x
+    return Two()
+
+def text():
+    return "a network"
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / "own_networks.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trunks, "_trusted", {"*"})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "own_networks"
+    sys.modules.pop("own_networks", None)
+
+
+@pytest.mark.parametrize(
+    ("factory", "channels", "pool"), [("maps", 6, "gem"), ("vectors", 5, "avg"), ("Tokens", 7, "cls"), ("described", 4, "gem")]
+)
+def test_a_network_of_ones_own(own_module, factory, channels, pool):
+    model = build_model(ModelSpec(trunk=f"{own_module}:{factory}", dim=8), seed=0)
+    assert (model.channels, model.spec.pool) == (channels, pool)
+    embeddings = model(torch.randint(256, (2, 3, 64, 64), dtype=torch.uint8))
+    torch.testing.assert_close(embeddings.norm(dim=1), torch.ones(2))
+    embeddings.sum().backward()
+
+
+def test_a_factory_says_how_its_pixels_are_normalised_and_whether_it_is_pretrained(own_module):
+    trunk = build_trunk(f"{own_module}:vectors", pretrained=True)
+    assert (trunk.mean, trunk.std, trunk.input_size) == ((0.5,) * 3, (0.25,) * 3, 48)
+    assert trunk.body[2].bias.tolist() == [1.0] * 5
+    assert build_trunk(f"{own_module}:vectors").body[2].bias.tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("own_network:maps", ValueError, "'own_network:maps' cannot be imported .*run the command from the folder"),
+        ("own_networks:map", ValueError, "own_networks has no 'map'; did you mean 'maps'"),
+        ("own_networks:number", TypeError, "must be a function or class, got int"),
+        ("own_networks:text", TypeError, "must return an nn.Module or a Trunk, got 'a network'"),
+        ("own_networks:pair", TypeError, "a trunk must return a tensor, got tuple"),
+    ],
+)
+def test_a_factory_that_does_not_work_is_answered_with_a_sentence(own_module, name, error, message):
+    with pytest.raises(error, match=message):
+        build_trunk(name)
+
+
+def test_a_factory_runs_only_when_it_is_trusted(own_module, monkeypatch):
+    monkeypatch.setattr(trunks, "_trusted", set())
+    with pytest.raises(ValueError, match=r"runs Python code\. If you trust it, add --trust-code"):
+        build_trunk("own_networks:maps")
+    assert "own_networks" not in sys.modules
+    trunks.trust_factory("own_networks:maps")
+    assert build_trunk("own_networks:maps").channels == 6
+    with pytest.raises(ValueError, match="runs Python code"):
+        build_trunk("own_networks:Tokens")
+
+
+def test_a_timm_model_in_a_folder(tmp_path, monkeypatch):
+    import timm
+    from timm.models import save_for_hf
+
+    net = timm.create_model("resnet10t", num_classes=3)
+    save_for_hf(net, tmp_path / "mynet", model_args={"num_classes": 3}, safe_serialization=True)
+    monkeypatch.chdir(tmp_path)
+    trunk = build_trunk("./mynet", pretrained=True)
+    assert (trunk.channels, trunk.name) == (512, "./mynet")
+    assert torch.equal(trunk.body.state_dict()["conv1.0.weight"], net.state_dict()["conv1.0.weight"])
+    with pytest.raises(FileNotFoundError, match=r"'\./none' is not the folder of a timm model: it has no config.json"):
+        build_trunk("./none")
+    (tmp_path / "mynet" / "config.json").write_text('{"architecture": "nothing"}')
+    with pytest.raises(ValueError, match="the timm model in mynet cannot be loaded"):
+        build_trunk("./mynet")
+
+
+def test_without_a_network_the_download_fails_at_once(monkeypatch, tmp_path):
+    def unreachable(*arguments, **options):
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr(urllib.request, "urlopen", unreachable)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("socket.getaddrinfo", unreachable)
+    began = time.monotonic()
+    with pytest.raises(OSError, match=r"could not be downloaded .*huggingface.co/timm/vit_tiny.*--weights FILE"):
+        build_trunk("vit_tiny_patch16_224", pretrained=True)
+    assert time.monotonic() - began < 20

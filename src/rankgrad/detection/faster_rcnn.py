@@ -9,7 +9,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -28,7 +28,7 @@ from torchvision.ops import FrozenBatchNorm2d, MultiScaleRoIAlign
 from rankgrad._checks import check_choice, check_count
 from rankgrad.detection.detection_recipe import Backbone, Norm
 from rankgrad.models.trunks import IMAGENET_MEAN, IMAGENET_STD, Trunk
-from rankgrad.models.weights import load_weights, read_weights
+from rankgrad.models.weights import Weights, load_weights, read_weights
 
 ClassificationLoss = Callable[[Tensor, Tensor], Tensor]
 """From logits [regions, 1 + classes] and targets [regions], 0 for background, to one value."""
@@ -225,14 +225,14 @@ def _load(body: ResNet, name: str, weights: str) -> None:
                 f"resnext101_32x4d, or 'none'"
             )
         enum = torchvision.models.get_model_weights(name)
-        state = dict(enum["IMAGENET1K_V1"].get_state_dict(progress=False))
+        loaded = Weights(dict(enum["IMAGENET1K_V1"].get_state_dict(progress=False)), Path(weights))
     else:
-        state = read_weights(Path(weights).expanduser())
-    # what counts batches is no weight, and frozen layers have none
-    state = {key: value for key, value in state.items() if not key.endswith("num_batches_tracked")}
+        loaded = read_weights(Path(weights).expanduser())
+    # frozen layers do not count batches
+    state = {key: value for key, value in loaded.state.items() if not key.endswith("num_batches_tracked")}
     outside, body.fc = body.fc, nn.Identity()
     trunk = Trunk(name, body, channels=512, input_size=224)
-    load_weights(trunk, nn.Identity(), state, source=weights)
+    load_weights(trunk, nn.Identity(), replace(loaded, state=state))
     body.fc = outside
 
 

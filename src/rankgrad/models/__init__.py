@@ -10,7 +10,7 @@ torchvision and timm are imported when one of their trunks is built: pip install
 
 from rankgrad.models.embedder import BatchNorm, Embedder, ModelSpec, Pixels, Pool, build_model, embed_multiscale
 from rankgrad.models.param_groups import parameter_groups
-from rankgrad.models.trunks import trunk_names
+from rankgrad.models.trunks import trunk_names, trust_factory
 from rankgrad.models.whitening import Whitening, initialise_head, learn_whitening
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "learn_whitening",
     "parameter_groups",
     "trunk_names",
+    "trust_factory",
 ]

@@ -30,12 +30,12 @@ class ModelSpec:
     """Trunk -> pool -> layer norm -> linear -> L2 normalisation; the defaults are the head of RS@k.
 
     Attributes:
-        trunk: a name of `trunk_names()` or any model name of timm; "timm/resnet50" selects timm's where torchvision has the
-            name too.
+        trunk: a name of `trunk_names()`; any model name of timm, where "timm/resnet50" selects timm's if torchvision has the
+            name too; the folder of a timm model, "./mynet"; or a function of yours, "package.module:factory".
         weights: "none", "default" (ImageNet weights of torchvision or timm, downloaded once), or the path of a
-            .safetensors, .pth or .pt file.
+            .safetensors, .pth or .pt file, or of a run folder, whose best checkpoint is used.
         pool: "gem", "avg" or "max" over positions, "cls" for the class token; "auto" is cls where there is a class token,
-            gem for feature maps, avg for tokens without one.
+            gem for feature maps, avg for tokens without one and for trunks that pool themselves.
         gem_p: exponent of GeM, initial or constant.
         gem_learned: train the exponent.
         l2_pooled: normalise the pooled feature to length 1 before the linear layer, as landmark models with learned
@@ -122,7 +122,7 @@ class Embedder(nn.Module):
     def __init__(self, spec: ModelSpec, trunk: Trunk) -> None:
         super().__init__()
         if spec.pool == "auto":
-            spec = replace(spec, pool="cls" if trunk.class_token else "avg" if trunk.tokens else "gem")
+            spec = replace(spec, pool="cls" if trunk.class_token else "avg" if trunk.tokens or trunk.vectors else "gem")
         if spec.pool == "cls" and not trunk.class_token:
             raise ValueError(f"build_model: pool 'cls' needs a class token, {trunk.name} has none; use 'gem', 'avg' or 'max'")
         self.spec, self.input_size, self.channels = spec, trunk.input_size, trunk.channels
@@ -151,6 +151,8 @@ class Embedder(nn.Module):
     def features(self, images: Tensor) -> Tensor:
         """[B, channels, positions], a position being a cell of the feature map or a token."""
         features: Tensor = self.trunk(self.normalised(images))
+        if features.ndim == 2:
+            return features[:, :, None]
         if self._tokens:
             return features[:, self._prefix :].transpose(1, 2)
         return features.flatten(1, 2).transpose(1, 2) if self._channels_last else features.flatten(2)
@@ -183,7 +185,7 @@ def build_model(spec: ModelSpec, *, seed: int | None = None) -> Embedder:
         trunk = build_trunk(spec.trunk, pretrained=spec.weights == "default")
         model = Embedder(spec, trunk)
     if spec.weights not in ("none", "default"):
-        load_weights(trunk, model.head, read_weights(Path(spec.weights).expanduser()), source=spec.weights)
+        load_weights(trunk, model.head, read_weights(Path(spec.weights).expanduser()))
     return model
 
 
