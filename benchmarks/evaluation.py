@@ -1,10 +1,11 @@
-"""`rankgrad bench evaluation`: every metric of a test set over whole lists, beside the libraries that are used for it."""
+"""`python -m benchmarks.evaluation`: every metric of a test set over whole lists, beside the libraries commonly used for it."""
 
 import argparse
 import functools
 import math
 import multiprocessing
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,18 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from benchmarks.csv_rows import append_csv, text_table
-from benchmarks.measure import Timing, free_memory, peak_memory, provenance, share_of_others, timed
+from benchmarks.measure import (
+    GB,
+    MB,
+    Measurement,
+    Timing,
+    busy_note,
+    free_memory,
+    peak_memory,
+    provenance,
+    share_of_others,
+    timed,
+)
 from benchmarks.synthetic import ragged_batch
 from rankgrad.eval import evaluate, expected_memory
 
@@ -29,8 +41,6 @@ QUERY_CHUNK = 500
 # a handful of items swap places in float32, another convention moves thousands
 TOLERANCE = 1e-3
 FREE_SHARE = 0.6
-QUIET = 0.05
-GB, MB = 1e9, 1e6
 SIZES = "5000,20000,60502"  # the last is the test set of Stanford Online Products
 QUICK = {"sizes": "600", "seconds": 0.2, "limit": 60.0}
 
@@ -101,7 +111,7 @@ def torchmetrics_loop(embeddings: Tensor, labels: Tensor) -> Values:
 
 
 @dataclass(frozen=True)
-class Rival:
+class Evaluator:
     """A way to evaluate, and the bytes it needs for n items, for those that are not to be tried at any size."""
 
     function: Callable[[Tensor, Tensor], Values]
@@ -109,18 +119,18 @@ class Rival:
     most: float = math.inf  # items
 
 
-RIVALS = {
-    "ours": Rival(ours),
+EVALUATORS = {
+    "ours": Evaluator(ours),
     # faiss keeps a float and an index of every pair, and the metrics make some eight integers of each
-    "accuracy-calculator": Rival(accuracy_calculator, lambda n: 76 * n**2),
-    "accuracy-calculator, 500 queries at a time": Rival(accuracy_calculator_in_chunks, lambda n: 76 * n * QUERY_CHUNK),
-    "torchmetrics, query by query": Rival(torchmetrics_loop, most=5000),
+    "accuracy-calculator": Evaluator(accuracy_calculator, lambda n: 76 * n**2),
+    "accuracy-calculator, 500 queries at a time": Evaluator(accuracy_calculator_in_chunks, lambda n: 76 * n * QUERY_CHUNK),
+    "torchmetrics, query by query": Evaluator(torchmetrics_loop, most=5000),
 }
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What all cells of a run share."""
+class EvaluationSettings:
+    """What all measurements of a run share."""
 
     dim: int
     most: int
@@ -134,39 +144,38 @@ class Setup:
         return ragged_batch(count, self.dim, self.most, device=self.device)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What one way took at one size; None where it was not measured, and the note says why."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluationMeasurement(Measurement):
+    """What one evaluator took at one size, and what it found."""
 
     name: str
     count: int
-    timing: Timing | None = None
-    memory: int | None = None
     values: Values = field(default_factory=dict)
-    note: str = ""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the benchmark; returns 1 if two ways disagree about a metric."""
+    """Run the benchmark; returns 1 if two ways disagree about a metric."""
     options = _options(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     limit = options.memory_limit * GB or FREE_SHARE * free_memory(device)
-    setup = Setup(options.dim, options.most, options.device, torch.get_num_threads(), options.seconds, options.limit, limit)
+    settings = EvaluationSettings(
+        options.dim, options.most, options.device, torch.get_num_threads(), options.seconds, options.limit, limit
+    )
     origin = provenance(device)
     print(", ".join(f"{name} {value}" for name, value in origin.items() if value))
-    print(f"all-vs-all, whole lists, d = {setup.dim}, 1 to {setup.most} per class; each way in a process of its own")
-    print(f"memory: peak above the embeddings; limits {limit / GB:.1f} GB and {setup.limit:.0f} s")
+    print(f"all-vs-all, whole lists, d = {settings.dim}, 1 to {settings.most} per class; each way in a process of its own")
+    print(f"memory: peak above the embeddings; limits {limit / GB:.1f} GB and {settings.limit:.0f} s")
     agreed = True
     for count in options.sizes:
-        announced = expected_memory(*setup.batch(count))
-        cells, others = [], []
+        announced = expected_memory(*settings.batch(count))
+        measurements, others = [], []
         for name in options.formulations:
-            cell, share = share_of_others(functools.partial(_measure, name, count, setup))
-            cells.append(cell)
+            measured, share = share_of_others(functools.partial(_measure, name, count, settings))
+            measurements.append(measured)
             others.append(share)
-        records = [_record(cell, cells, share) for cell, share in zip(cells, others, strict=True)]
+        records = [_record(measured, measurements, share) for measured, share in zip(measurements, others, strict=True)]
         print(f"\nN = {count}; ours announces {announced / MB:.0f} MB")
         print(text_table([_text(record) for record in records]), flush=True)
         for record in records:
@@ -174,21 +183,21 @@ def main(arguments: list[str] | None = None) -> int:
                 agreed = False
                 print(f"{record['formulation']} differs from ours by {difference:.4f}")
         if options.csv:
-            shape = {"device": device.type, "dim": setup.dim, "most_per_class": setup.most, "announced_bytes": announced}
+            shape = {"device": device.type, "dim": settings.dim, "most_per_class": settings.most, "announced_bytes": announced}
             append_csv(options.csv, [origin | shape | record for record in records])
     return 0 if agreed else 1
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rankgrad bench evaluation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.evaluation", description=__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="one small size and short timings, where no other flag says otherwise")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda (default: %(default)s)")
     add("--sizes", default=SIZES, metavar="N,N", help="items, all queries and candidates (default: %(default)s)")
     add("--dim", type=int, default=512, help="embedding size (default: %(default)s)")
     add("--most", type=int, default=10, metavar="M", help="most items of a class (default: %(default)s)")
-    add("--formulations", default="; ".join(RIVALS), metavar="A;B", help="of %(default)s")
-    add("--seconds", type=float, default=5.0, help="time for the repetitions of each cell (default: %(default)s)")
+    add("--formulations", default="; ".join(EVALUATORS), metavar="A;B", help="of %(default)s")
+    add("--seconds", type=float, default=5.0, help="time for the repetitions of each row (default: %(default)s)")
     add("--limit", type=float, default=600.0, metavar="S", help="stop what takes longer than this (default: %(default)s)")
     add("--threads", type=int, default=0, help="threads of torch on the CPU; 0 leaves it the choice")
     add("--memory-limit", type=float, default=0, metavar="GB", help="skip what needs more; 0: 60 %% of what is free")
@@ -197,8 +206,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.set_defaults(**QUICK)
     options = parser.parse_args(arguments)
     options.formulations = [name.strip() for name in options.formulations.split(";")]
-    if unknown := set(options.formulations) - set(RIVALS):
-        parser.error(f"--formulations: choose from {'; '.join(RIVALS)}, got {'; '.join(sorted(unknown))}")
+    if unknown := set(options.formulations) - set(EVALUATORS):
+        parser.error(f"--formulations: choose from {'; '.join(EVALUATORS)}, got {'; '.join(sorted(unknown))}")
     try:
         options.sizes = sorted(int(size) for size in options.sizes.split(","))
     except ValueError:
@@ -210,50 +219,52 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _measure(name: str, count: int, setup: Setup) -> Cell:
-    rival = RIVALS[name]
-    if count > rival.most:
-        return Cell(name, count, note=f"skipped above {rival.most:.0f} items: would take minutes to hours")
-    if (needed := rival.bytes_of(count)) > setup.memory_limit:
-        return Cell(name, count, note=f"skipped: needs about {needed / GB:.1f} GB")
+def _measure(name: str, count: int, settings: EvaluationSettings) -> EvaluationMeasurement:
+    evaluator = EVALUATORS[name]
+    if count > evaluator.most:
+        return EvaluationMeasurement(
+            name=name, count=count, note=f"skipped above {evaluator.most:.0f} items: would take minutes to hours"
+        )
+    if (needed := evaluator.bytes_of(count)) > settings.memory_limit:
+        return EvaluationMeasurement(name=name, count=count, note=f"skipped: needs about {needed / GB:.1f} GB")
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_in_child, args=(name, count, setup, sender))
+    child = context.Process(target=_in_child, args=(name, count, settings, sender))
     child.start()
     sender.close()
     try:
-        if not receiver.poll(setup.limit):
-            return Cell(name, count, note=f"stopped after {setup.limit:.0f} s")
-        found: Cell = receiver.recv()
+        if not receiver.poll(settings.limit):
+            return EvaluationMeasurement(name=name, count=count, note=f"stopped after {settings.limit:.0f} s")
+        found: EvaluationMeasurement = receiver.recv()
         return found
     except EOFError:
-        return Cell(name, count, note="its process ended without an answer")
+        return EvaluationMeasurement(name=name, count=count, note="its process ended without an answer")
     finally:
         child.kill()
         child.join()
 
 
-def _in_child(name: str, count: int, setup: Setup, sender: Connection) -> None:
-    torch.set_num_threads(setup.threads)
-    device, function = torch.device(setup.device), RIVALS[name].function
+def _in_child(name: str, count: int, settings: EvaluationSettings, sender: Connection) -> None:
+    torch.set_num_threads(settings.threads)
+    device, function = torch.device(settings.device), EVALUATORS[name].function
     try:
-        function(*setup.batch(WARM_UP))
-        batch = setup.batch(count)
+        function(*settings.batch(WARM_UP))
+        batch = settings.batch(count)
         if device.type == "cpu":
-            _bound(int(setup.memory_limit))
+            _bound(int(settings.memory_limit))
         values: list[Values] = []
         start = time.perf_counter()
         memory = peak_memory(lambda: values.append(dict(function(*batch))), device)
         first = time.perf_counter() - start
         # what is slower than the time for repetitions is not run again: its first call is the measurement
-        seconds = [first] if first > setup.seconds else [
-            timed(lambda: function(*batch), device) for _ in range(max(3, int(setup.seconds / first)))
+        seconds = [first] if first > settings.seconds else [
+            timed(lambda: function(*batch), device) for _ in range(max(3, int(settings.seconds / first)))
         ]  # fmt: skip
-        sender.send(Cell(name, count, Timing.of(seconds), memory, values[0]))
+        sender.send(EvaluationMeasurement(name=name, count=count, timing=Timing.of(seconds), memory=memory, values=values[0]))
     except ImportError as problem:
-        sender.send(Cell(name, count, note=f"left out: {problem}"))
+        sender.send(EvaluationMeasurement(name=name, count=count, note=f"left out: {problem}"))
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as problem:
-        sender.send(Cell(name, count, note=f"failed: {str(problem).strip().splitlines()[0]}"))
+        sender.send(EvaluationMeasurement(name=name, count=count, note=f"failed: {str(problem).strip().splitlines()[0]}"))
 
 
 def _bound(limit: int) -> None:
@@ -262,26 +273,26 @@ def _bound(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (held + limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _record(cell: Cell, cells: list[Cell], others: float | None) -> dict[str, Any]:
+def _record(measured: EvaluationMeasurement, measurements: list[EvaluationMeasurement], others: float | None) -> dict[str, Any]:
     """A line of the CSV file, with the ratios to ours and the largest difference of a metric from ours."""
-    own = next((other for other in cells if other.name == "ours"), None)
-    timing, shared = cell.timing, set(cell.values) & set(own.values if own else ())
+    own = next((other for other in measurements if other.name == "ours"), None)
+    timing, shared = measured.timing, set(measured.values) & set(own.values if own else ())
     return {
-        "formulation": cell.name,
-        "N": cell.count,
+        "formulation": measured.name,
+        "N": measured.count,
         "seconds": timing and timing.median,
         "seconds_20": timing and timing.low,
         "seconds_80": timing and timing.high,
         "repetitions": timing and timing.repetitions,
-        "peak_bytes": cell.memory,
+        "peak_bytes": measured.memory,
         "time_ratio": timing.median / own.timing.median if timing and own and own.timing else None,
-        "memory_ratio": cell.memory / own.memory if cell.memory and own and own.memory else None,
-        "R@1": cell.values.get("R@1"),
-        "mAP": cell.values.get("mAP"),
-        "mAP@R": cell.values.get("mAP@R"),
-        "value_difference": max(abs(cell.values[m] - own.values[m]) for m in shared) if own and shared else None,
+        "memory_ratio": measured.memory / own.memory if measured.memory and own and own.memory else None,
+        "R@1": measured.values.get("R@1"),
+        "mAP": measured.values.get("mAP"),
+        "mAP@R": measured.values.get("mAP@R"),
+        "value_difference": max(abs(measured.values[m] - own.values[m]) for m in shared) if own and shared else None,
         "share_of_others": others,
-        "note": cell.note,
+        "note": measured.note,
     }
 
 
@@ -289,8 +300,6 @@ def _text(record: Mapping[str, Any]) -> dict[str, str]:
     def number(name: str, decimals: int, unit: float = 1.0) -> str:
         return "" if record[name] is None else f"{record[name] / unit:.{decimals}f}"
 
-    busy = record["share_of_others"]
-    note = f"others took {busy:.0%} of the CPU" if busy and busy > QUIET else ""
     return {
         "formulation": record["formulation"],
         "s": number("seconds", 3),
@@ -301,5 +310,9 @@ def _text(record: Mapping[str, Any]) -> dict[str, str]:
         "mAP": number("mAP", 5),
         "mAP@R": number("mAP@R", 5),
         "largest difference": "" if record["value_difference"] is None else f"{record['value_difference']:.0e}",
-        "note": "; ".join(filter(None, (record["note"], note))),
+        "note": "; ".join(filter(None, (record["note"], busy_note(record["share_of_others"])))),
     }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

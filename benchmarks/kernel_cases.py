@@ -1,4 +1,4 @@
-"""The rows of `rankgrad bench kernels`: which losses at which sizes, what they have to reach, and their data."""
+"""The rows of `python -m benchmarks.kernels`: which losses at which sizes, what they have to reach, and their data."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from benchmarks.baselines import RIVALS, Rival
+from benchmarks.baselines import dense_baseline
 from benchmarks.synthetic import hard_batch, ragged_batch
 
 Kind = Literal["", "ragged", "unit", "gallery", "vector"]
@@ -79,7 +79,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: `what` is ours, a rival or the floor."""
+    """One row: `what` is ours, a baseline or the floor."""
 
     loss: str
     what: str
@@ -211,17 +211,12 @@ def ours(losses: Iterable[str], shape: Shape) -> Iterator[Case]:
 
 def dense(loss: str, shape: Shape) -> Case:
     """The best formulation that stores all scores."""
-    return Case(loss, dense_rival(loss).name, shape, "float32")
+    return Case(loss, dense_baseline(loss).name, shape, "float32")
 
 
 def chunked(loss: str, shape: Shape) -> Case:
     """The best formulation by row chunks."""
     return Case(loss, "chunked", shape, "float16")
-
-
-def dense_rival(loss: str) -> Rival:
-    """The eager formulation with all scores at once."""
-    return next(rival for rival in RIVALS if rival.loss == loss)
 
 
 @dataclass(frozen=True)
@@ -261,9 +256,9 @@ def make_batch(shape: Shape, device: torch.device, label_device: torch.device) -
 
 
 def _gallery_batch(shape: Shape, device: torch.device, label_device: torch.device) -> Batch:
-    """One item of every class asks for the others, which are all in the gallery."""
+    """One item of every class is a query, the others are the gallery."""
     embeddings, labels = hard_batch(shape.queries * shape.per_class, shape.dim, shape.per_class)
     members = labels.argsort(stable=True).view(-1, shape.per_class)
-    asking, others = members[:, 0], members[:, 1:].flatten().sort().values
-    leaves = tuple(embeddings[part].to(device).requires_grad_() for part in (asking, others))
-    return Batch(leaves, tuple(labels[part].to(label_device) for part in (asking, others)))
+    queries, gallery = members[:, 0], members[:, 1:].flatten().sort().values
+    leaves = tuple(embeddings[part].to(device).requires_grad_() for part in (queries, gallery))
+    return Batch(leaves, tuple(labels[part].to(label_device) for part in (queries, gallery)))

@@ -1,4 +1,4 @@
-"""`rankgrad bench ap`: RaMBO's Table 6 again, the AP loss of one list of up to 100 million scores, forward and backward.
+"""`python -m benchmarks.list_ap`: RaMBO's Table 6, the AP loss of one list of up to 100 million scores, forward and backward.
 
 The paper's algorithm (a ranking is two argsorts) and ours in one run, on a CPU with one thread as in the paper and with all,
 and on a GPU where there is one. The paper's own times, of one core of a Xeon at 2.2 GHz and of a V100, stand beside them.
@@ -7,6 +7,7 @@ and on a GPU where there is one. The paper's own times, of one core of a Xeon at
 import argparse
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 import rankgrad
-from benchmarks import baselines
+from benchmarks.baselines import sorts
 from benchmarks.csv_rows import append_csv, text_table
-from benchmarks.measure import Timing, free_memory, peak_memory, provenance, share_of_others, timed_in_turns
+from benchmarks.measure import MB, Timing, free_memory, peak_memory, provenance, share_of_others, timed_in_turns
+from benchmarks.presets import AP_LAM, AP_MARGIN
 
 # 320k is the list of which the paper's text says that it takes less than 5 ms on a GPU
 LENGTHS = "100k,320k,1M,10M,100M"
@@ -44,7 +46,6 @@ VALUE_TOLERANCE = 1e-4
 # the differences of such ranks are noise
 GRADIENT_TOLERANCE = 0.1
 MOST_COMPARED = 10**7
-MB = 1e6
 
 Call = Callable[[], tuple[Tensor, Tensor]]
 
@@ -69,7 +70,7 @@ class Setting:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the benchmark; returns 1 if two algorithms disagree."""
+    """Run the benchmark; returns 1 if two algorithms disagree."""
     options = _options(arguments)
     agreed = True
     threads_before = torch.get_num_threads()
@@ -101,15 +102,15 @@ def make_list(length: int, share: float, device: torch.device) -> tuple[Tensor, 
 def calls(scores: Tensor, relevant: Tensor) -> dict[str, Call]:
     """The algorithms by name, each giving value and gradient."""
     leaf = scores.clone().requires_grad_()
-    loss = rankgrad.RamboAPLoss(lam=baselines.AP_LAM, margin=baselines.AP_MARGIN)
+    loss = rankgrad.RamboAPLoss(lam=AP_LAM, margin=AP_MARGIN)
 
     def ours() -> tuple[Tensor, Tensor]:
         value = loss.from_scores(leaf, relevant)
         return value.detach(), torch.autograd.grad(value, leaf)[0]
 
     return {
-        "paper, six argsorts": functools.partial(baselines.six_argsorts_ap, scores, relevant),
-        "two sorts": functools.partial(baselines.two_sorts_ap, scores, relevant),
+        "paper, six argsorts": functools.partial(sorts.six_argsorts_ap, scores, relevant),
+        "two sorts": functools.partial(sorts.two_sorts_ap, scores, relevant),
         "ours": ours,
     }
 
@@ -204,7 +205,7 @@ def _settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rankgrad bench ap", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.list_ap", description=__doc__)
     add = parser.add_argument
     known = "cpu,cuda" if torch.cuda.is_available() else "cpu"
     every = torch.get_num_threads()
@@ -213,7 +214,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--devices", default=known, metavar="A,B", help="cpu, cuda (default: %(default)s)")
     add("--threads", default=f"1,{every}" if every > 1 else "1", metavar="N,N", help="on the CPU (default: %(default)s)")
     add("--relevant", type=float, default=0.01, metavar="SHARE", help="of the scores that are relevant (default: %(default)s)")
-    add("--seconds", type=float, default=5.0, help="time for each cell (default: %(default)s)")
+    add("--seconds", type=float, default=5.0, help="time for each row (default: %(default)s)")
     add("--rounds", type=int, default=3, help="turns that the algorithms take (default: %(default)s)")
     add("--csv", type=Path, metavar="FILE", help="append the rows to this file")
     if parser.parse_args(arguments).quick:
@@ -248,3 +249,7 @@ def _threads(parser: argparse.ArgumentParser, texts: Sequence[str]) -> list[int]
     if not all(text.isdigit() and int(text) for text in texts):
         parser.error(f"--threads: numbers of at least 1 with commas between wanted, got {','.join(texts)}")
     return list(dict.fromkeys(map(int, texts)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,9 +19,12 @@ from typing import Any, TypeVar
 import torch
 
 import rankgrad
+from rankgrad._device import available_bytes
 
 Call = Callable[[], object]
 Result = TypeVar("Result")
+GB, MB = 1e9, 1e6
+QUIET = 0.05  # share of the CPU taken by other processes above which times are not to be trusted
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,15 @@ class Timing:
         return Timing(self.median * factor, self.low * factor, self.high * factor, self.repetitions)
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """What a call took; None where it was not measured, and the note says why."""
+
+    timing: Timing | None = None
+    memory: int | None = None
+    note: str = ""
+
+
 def timed(call: Call, device: torch.device) -> float:
     """Seconds of one call; on a GPU between two events, so that the host's own wait is not in it."""
     if device.type != "cuda":
@@ -59,7 +71,7 @@ def timed(call: Call, device: torch.device) -> float:
 
 
 def timed_in_turns(calls: Sequence[Call], device: torch.device, seconds: float, rounds: int = 5) -> list[Timing]:
-    """Times rivals in turns, so that a noisy minute of the machine falls on all of them.
+    """Time calls in turns, so that a noisy minute of the machine falls on all of them.
 
     Each gets about `seconds`, spread evenly over the rounds; one that is slower than that still runs three times.
     """
@@ -86,6 +98,11 @@ def share_of_others(call: Callable[[], Result]) -> tuple[Result, float | None]:
     if busy is None or busy_after is None:
         return result, None
     return result, max(0.0, busy_after - busy - own) / wall / (os.cpu_count() or 1)
+
+
+def busy_note(share: float | None) -> str:
+    """A warning where other processes took more than `QUIET` of the CPU, else nothing."""
+    return f"other processes took {share:.0%} of the CPU" if share and share > QUIET else ""
 
 
 def _own_seconds() -> float:
@@ -126,14 +143,9 @@ def in_child(function: Callable[..., Result], *arguments: Any) -> Result:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be had on the device without driving anything else out."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
-    except OSError:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    """Bytes that can be allocated on the device; half of the machine's memory where the system does not tell."""
+    known = available_bytes(device)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if known is None else known
 
 
 def provenance(device: torch.device) -> dict[str, str]:
@@ -188,8 +200,6 @@ def _processor() -> str:
 def _commit() -> str:
     """The commit of the source that runs, marked where the working tree has changed since; empty outside git."""
     folder = str(Path(__file__).parent)
-    if not _output("git", "-C", folder, "ls-files", Path(__file__).name):
-        return ""  # installed somewhere inside another project's repository
     commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
     return f"{commit}+changes" if commit and changed else commit

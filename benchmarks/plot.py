@@ -1,4 +1,4 @@
-"""`rankgrad bench plot`: time and memory against the batch size, from the rows of `rankgrad bench kernels`."""
+"""`python -m benchmarks.plot`: time and memory against the batch size, from the rows of `python -m benchmarks.kernels`."""
 
 import argparse
 import csv
@@ -54,10 +54,10 @@ class Curve:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draws the picture; returns 1 where the file has nothing to draw."""
-    parser = argparse.ArgumentParser(prog="rankgrad bench plot", description=__doc__)
+    """Draw the picture; returns 1 where the file has nothing to draw."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     add = parser.add_argument
-    add("csv", type=Path, metavar="CSV", help="file that `rankgrad bench kernels` wrote")
+    add("csv", type=Path, metavar="CSV", help="file that `python -m benchmarks.kernels` wrote")
     add("out", type=Path, metavar="OUT", help="picture, .svg or .png")
     add("--loss", default="recall_at_k", choices=TITLES, help="of %(choices)s (default: %(default)s)")
     add("--relevant", default="3", help="relevant items of a query (default: %(default)s)")
@@ -70,12 +70,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(problem))
     curves = curves_of(rows, options.loss, options.relevant, options.dim)
     if not any(curve.style.what == ("ours",) for curve in curves):
-        print(f"rankgrad bench plot: {options.csv} has no times of {options.loss} to draw", file=sys.stderr)
+        print(f"python -m benchmarks.plot: {options.csv} has no times of {options.loss} to draw", file=sys.stderr)
         return 1
     try:
         import matplotlib as mpl
     except ModuleNotFoundError:
-        print("rankgrad bench plot: this needs matplotlib: pip install 'rankgrad[plots]'", file=sys.stderr)
+        print("python -m benchmarks.plot: this needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 1
     mpl.use("agg")
     subtitle = f"forward + backward, d = {options.dim}, {options.relevant} relevant items per query, {rows[-1]['gpu']}"

@@ -7,19 +7,19 @@ from benchmarks import distributed
 
 
 def test_processes_are_measured_and_find_the_loss_of_one():
-    setup = distributed.Setup(items=48, dim=8, per_class=4, side=8, chunk_size=10, seconds=0.0)
-    cells = distributed._measured(setup, 2)
-    assert [(cell["what"], cell["processes"]) for cell in cells] == [("loss alone", 2), ("whole step", 2)]
-    assert all(cell["seconds"] > 0 and cell["repetitions"] >= 3 for cell in cells)
-    alone = [make(setup, 0, 1)() for make in (distributed._loss_alone, distributed._whole_step)]
-    assert [cell["loss"] for cell in cells] == pytest.approx(alone, abs=distributed.TOLERANCE)
+    settings = distributed.DistributedSettings(items=48, dim=8, per_class=4, side=8, chunk_size=10, seconds=0.0)
+    measurements = distributed._measured(settings, 2)
+    assert [(one["what"], one["processes"]) for one in measurements] == [("loss alone", 2), ("whole step", 2)]
+    assert all(one["seconds"] > 0 and one["repetitions"] >= 3 for one in measurements)
+    alone = [make(settings, 0, 1)() for make in (distributed._loss_alone, distributed._whole_step)]
+    assert [one["loss"] for one in measurements] == pytest.approx(alone, abs=distributed.TOLERANCE)
     assert all(0.05 < loss < 0.999 for loss in alone), "saturated losses would agree by accident"
 
 
 def test_efficiency_is_speed_up_over_the_cores_that_can_help(monkeypatch, capsys, tmp_path):
     times, losses = {1: 8.0, 2: 5.0, 4: 4.0}, {1: 0.5, 2: 0.5, 4: 0.5}
 
-    def measured(setup, processes):
+    def measured(settings, processes):
         spread = {"seconds_20": 1.0, "seconds_80": 1.0, "repetitions": 3}
         return [
             {"what": "loss alone", "processes": processes, "seconds": times[processes], **spread, "loss": losses[processes]}

@@ -1,4 +1,4 @@
-"""The benchmark command on a small set, the limits it sets its rivals, and the memory that an evaluation announces."""
+"""The benchmark command on a small set, the limits it sets its evaluators, and the memory that an evaluation announces."""
 
 import csv
 import time
@@ -14,7 +14,7 @@ from eval.memory_probe import announced_and_taken
 def test_all_ways_find_the_same_values(monkeypatch):
     monkeypatch.setattr(evaluation, "QUERY_CHUNK", 70)
     embeddings, labels = ragged_batch(220, 16, 6)
-    found = {name: rival.function(embeddings, labels) for name, rival in evaluation.RIVALS.items()}
+    found = {name: evaluator.function(embeddings, labels) for name, evaluator in evaluation.EVALUATORS.items()}
     for values in found.values():
         shared = {metric: found["ours"][metric] for metric in values if metric in found["ours"]}
         assert {"R@1", "mAP"} <= set(shared)
@@ -47,26 +47,26 @@ def test_a_run_prints_a_table_and_appends_rows(tmp_path, capsys):
     assert "N = 200; ours announces" in capsys.readouterr().out
 
 
-def test_a_rival_that_disagrees_fails_the_run(monkeypatch, capsys):
-    def measured(name, count, setup):
-        return evaluation.Cell(name, count, values={"mAP": 0.5 if name == "ours" else 0.6})
+def test_an_evaluator_that_disagrees_fails_the_run(monkeypatch, capsys):
+    def measured(name, count, settings):
+        return evaluation.EvaluationMeasurement(name=name, count=count, values={"mAP": 0.5 if name == "ours" else 0.6})
 
     monkeypatch.setattr(evaluation, "_measure", measured)
     assert evaluation.main(["--quick", "--device", "cpu"]) == 1
     assert "accuracy-calculator differs from ours by 0.1000" in capsys.readouterr().out
 
 
-def test_a_rival_past_the_time_limit_is_stopped():
-    setup = evaluation.Setup(8, 4, "cpu", 1, seconds=0.1, limit=0.5, memory_limit=1e10)
+def test_an_evaluator_past_the_time_limit_is_stopped():
+    settings = evaluation.EvaluationSettings(8, 4, "cpu", 1, seconds=0.1, limit=0.5, memory_limit=1e10)
     start = time.perf_counter()
-    assert evaluation._measure("ours", 200, setup).note == "stopped after 0 s"
+    assert evaluation._measure("ours", 200, settings).note == "stopped after 0 s"
     assert time.perf_counter() - start < 5
 
 
 def test_what_would_not_fit_is_not_tried():
-    setup = evaluation.Setup(8, 4, "cpu", 1, seconds=0.1, limit=60, memory_limit=1e9)
-    assert evaluation._measure("accuracy-calculator", 20_000, setup).note == "skipped: needs about 30.4 GB"
-    assert evaluation._measure("torchmetrics, query by query", 20_000, setup).note.startswith("skipped above 5000 items")
+    settings = evaluation.EvaluationSettings(8, 4, "cpu", 1, seconds=0.1, limit=60, memory_limit=1e9)
+    assert evaluation._measure("accuracy-calculator", 20_000, settings).note == "skipped: needs about 30.4 GB"
+    assert evaluation._measure("torchmetrics, query by query", 20_000, settings).note.startswith("skipped above 5000 items")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks import baselines, kernel_cases, kernels, plot
+from benchmarks import kernel_cases, kernel_runner, kernels, plot
+from benchmarks.baselines import chunked, dense, dense_baseline
 from benchmarks.kernel_cases import Case, Shape, Sizes, Target
 from benchmarks.synthetic import hard_batch, ragged_batch
 
@@ -26,20 +27,20 @@ def value_and_gradient(function, per_class, dtype=torch.float64):
 @pytest.mark.parametrize("per_class", [2, 3, 18], ids=["one relevant", "two", "more than are unrolled"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_row_chunks_equal_all_scores_at_once(loss, per_class, monkeypatch):
-    monkeypatch.setattr(baselines, "TILE_SCORES", 36 * 10)
-    monkeypatch.setattr(baselines, "TILE_ROWS", 1)
-    monkeypatch.setattr(baselines, "PAIR_NUMBERS", 16 * per_class * 7)
-    in_chunks = baselines.chunked_formulation(loss, compiling=False, dtype=torch.float64)
+    monkeypatch.setattr(chunked, "TILE_SCORES", 36 * 10)
+    monkeypatch.setattr(chunked, "TILE_ROWS", 1)
+    monkeypatch.setattr(chunked, "PAIR_NUMBERS", 16 * per_class * 7)
+    in_chunks = chunked.chunked_formulation(loss, compiling=False, dtype=torch.float64)
     value, gradient = value_and_gradient(in_chunks, per_class)
-    true_value, true_gradient = value_and_gradient(kernel_cases.dense_rival(loss).function, per_class)
+    true_value, true_gradient = value_and_gradient(dense_baseline(loss).function, per_class)
     torch.testing.assert_close(value, true_value, rtol=0, atol=1e-12)
     torch.testing.assert_close(gradient, true_gradient, rtol=0, atol=1e-12)
     assert gradient.abs().max() > 1e-4
 
 
 def test_float16_inputs_keep_float32_results():
-    value, gradient = value_and_gradient(baselines.chunked_formulation("recall_at_k", compiling=False), 3, torch.float32)
-    true_value, true_gradient = value_and_gradient(baselines.dense_recall_at_k, 3)
+    value, gradient = value_and_gradient(chunked.chunked_formulation("recall_at_k", compiling=False), 3, torch.float32)
+    true_value, true_gradient = value_and_gradient(dense.dense_recall_at_k, 3)
     assert value.dtype == gradient.dtype == torch.float32
     assert abs(value - true_value) < 1e-3
     assert 1e-5 < (gradient - true_gradient).norm() / true_gradient.norm() < 2e-2
@@ -48,9 +49,9 @@ def test_float16_inputs_keep_float32_results():
 @pytest.mark.parametrize("share", ["1%", "10%", "90%"])
 def test_formulations_of_a_single_list_agree(share):
     batch = kernel_cases.make_batch(Shape(3000, share, 1, "vector"), CPU, CPU)
-    value, gradient = kernels._vector_call("ours", batch)()
+    value, gradient = kernel_runner.vector_call("ours", batch)()
     for what in ("two-sorts", "six-argsorts"):
-        other_value, other_gradient = kernels._vector_call(what, batch)()
+        other_value, other_gradient = kernel_runner.vector_call(what, batch)()
         torch.testing.assert_close(value, other_value)
         torch.testing.assert_close(gradient, other_gradient)
     assert gradient.count_nonzero() > 10
@@ -58,7 +59,7 @@ def test_formulations_of_a_single_list_agree(share):
 
 def test_the_products_alone_are_the_products():
     queries, candidates = torch.randn(7, 3), torch.randn(5, 3)
-    d_queries, _ = baselines.products_only(queries, candidates, 3)
+    d_queries, _ = chunked.products_only(queries, candidates, 3)
     torch.testing.assert_close(d_queries, queries @ candidates.T @ candidates)
 
 
@@ -107,12 +108,12 @@ def test_verdicts_name_what_is_exceeded():
 
 def test_slow_calls_are_repeated_as_seldom_as_possible(monkeypatch):
     calls = []
-    monkeypatch.setattr(kernels, "peak_memory", lambda call, device: call() or 7)
-    monkeypatch.setattr(kernels, "timed", lambda call, device: call() or 3.0)
-    cell = kernels.measured(lambda: calls.append(0), CPU, 0.4)
-    assert (len(calls), cell.timing.median, cell.timing.repetitions, cell.memory) == (2, 3.0, 1, 7)
-    monkeypatch.setattr(kernels, "timed", lambda call, device: call() or 0.01)
-    assert kernels.measured(lambda: calls.append(0), CPU, 0.4).timing.repetitions == 40
+    monkeypatch.setattr(kernel_runner, "peak_memory", lambda call, device: call() or 7)
+    monkeypatch.setattr(kernel_runner, "timed", lambda call, device: call() or 3.0)
+    found = kernel_runner.measured(lambda: calls.append(0), CPU, 0.4)
+    assert (len(calls), found.timing.median, found.timing.repetitions, found.memory) == (2, 3.0, 1, 7)
+    monkeypatch.setattr(kernel_runner, "timed", lambda call, device: call() or 0.01)
+    assert kernel_runner.measured(lambda: calls.append(0), CPU, 0.4).timing.repetitions == 40
 
 
 @pytest.fixture
@@ -121,9 +122,9 @@ def no_interpreter(monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine the threads of a tiny product wait for each other
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(kernels, "BACKEND", "tiled")
+    monkeypatch.setattr(kernel_runner, "BACKEND", "tiled")
     monkeypatch.setattr(kernels, "find_spec", lambda name: True)
-    monkeypatch.setattr(kernels, "_triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(kernel_runner, "_triton_version", lambda: "3.6.0")
     yield
     torch.set_num_threads(threads)
 
@@ -176,12 +177,12 @@ def test_a_broken_row_is_noted_and_the_others_go_on(tmp_path, capsys, monkeypatc
         raise torch.OutOfMemoryError
 
     def does_not_compile(*arguments):
-        raise baselines.UnavailableError("torch.compile: no compiler\nlong story")
+        raise dense.UnavailableError("torch.compile: no compiler\nlong story")
 
     path = tmp_path / "rows.csv"
     arguments = ["--cpu-check", "--csv", str(path), "--only"]
-    monkeypatch.setattr(kernels, "dense_rival", lambda loss: replace(kernel_cases.dense_rival(loss), function=runs_out))
-    monkeypatch.setattr(baselines, "chunked_formulation", lambda loss, *, compiling: does_not_compile)
+    monkeypatch.setattr(kernel_runner, "dense_baseline", lambda loss: replace(dense_baseline(loss), function=runs_out))
+    monkeypatch.setattr(kernel_runner, "chunked_formulation", lambda loss, *, compiling: does_not_compile)
     assert kernels.main([*arguments, "^smooth_ap/(dense|chunked)", "--memory-limit", "1"]) == 0
     assert kernels.main([*arguments, "^fast_ap/dense", "--memory-limit", "1e-6"]) == 0
     notes = [(row["ms"], row["note"]) for row in rows_of(path)]
@@ -204,8 +205,8 @@ def test_a_wrong_loss_is_found_before_it_is_timed(tmp_path, capsys, monkeypatch)
         module = loss_of(loss, backend="tiled")
         return module if backend else lambda *inputs: 1.1 * module(*inputs)
 
-    loss_of = kernels.loss_of
-    monkeypatch.setattr(kernels, "loss_of", wrong)
+    loss_of = kernel_runner.loss_of
+    monkeypatch.setattr(kernel_runner, "loss_of", wrong)
     path = tmp_path / "rows.csv"
     assert kernels.main(["--cpu-check", "--only", "^smooth_ap/ours N=32 .*high", "--csv", str(path)]) == 1
     (row,) = rows_of(path)
@@ -227,7 +228,7 @@ def test_rows_can_be_listed_and_chosen(capsys):
     assert kernels.main(["--list", "--only", "rambo_recall/ours N=65536 "]) == 0
     names = capsys.readouterr().out.split("\n")[:-1]
     assert names == [f"rambo_recall/ours N=65536 relevant=3 d=512 {precision}" for precision in kernel_cases.PRECISIONS]
-    for pattern, message in (("nothing", "no row matches 'nothing'"), ("(", "no regular expression")):
+    for pattern, message in (("nothing", "no row matches 'nothing'"), ("(", "not a regular expression")):
         with pytest.raises(SystemExit, match="2"):
             kernels.main(["--only", pattern])
         assert message in capsys.readouterr().err

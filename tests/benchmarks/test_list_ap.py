@@ -36,13 +36,13 @@ def test_rows_are_printed_and_kept(tmp_path, capsys):
 
 
 def test_an_algorithm_that_disagrees_is_reported(monkeypatch, capsys):
-    right = list_ap.baselines.two_sorts_ap
+    right = list_ap.sorts.two_sorts_ap
 
     def wrong(scores, relevant):
         value, gradient = right(scores, relevant)
         return value, -gradient
 
-    monkeypatch.setattr(list_ap.baselines, "two_sorts_ap", wrong)
+    monkeypatch.setattr(list_ap.sorts, "two_sorts_ap", wrong)
     assert list_ap.main(["--quick", "--threads", "1", "--devices", "cpu"]) == 1
     assert "DISAGREES with ours" in capsys.readouterr().out
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import baselines, losses
+from benchmarks import losses, presets
+from benchmarks.baselines import BASELINES, dense, dense_baseline, libraries, sorts
 from benchmarks.csv_rows import append_csv, text_table
 from benchmarks.measure import Timing, peak_memory, share_of_others, timed_in_turns
 from benchmarks.synthetic import hard_batch
@@ -34,7 +35,7 @@ def slow_smooth_ap(embeddings, labels, per_class):
 
             def rank(among, item=item, scores=scores):
                 others = [other for other in among if other != item]
-                return 1 + torch.sigmoid((scores[others] - scores[item]) / baselines.TAU_RANK).sum()
+                return 1 + torch.sigmoid((scores[others] - scores[item]) / presets.TAU_RANK).sum()
 
             precisions.append(rank(relevant) / rank(candidates))
     return 1 - torch.stack(precisions).mean()
@@ -76,16 +77,16 @@ def precision(rank, positive_rank):
 @pytest.mark.parametrize(
     ("function", "other"),
     [
-        (baselines.dense_recall_at_k, baselines.loop_recall_at_k),
-        (baselines.dense_smooth_ap, slow_smooth_ap),
-        (baselines.dense_fast_ap, baselines.library_fast_ap),
-        (baselines.sorted_rambo_recall, slow_rambo(loglog, baselines.RECALL_LAM, baselines.RECALL_MARGIN)),
-        (baselines.sorted_rambo_ap, slow_rambo(precision, baselines.AP_LAM, baselines.AP_MARGIN)),
+        (dense.dense_recall_at_k, dense.loop_recall_at_k),
+        (dense.dense_smooth_ap, slow_smooth_ap),
+        (dense.dense_fast_ap, libraries.library_fast_ap),
+        (sorts.sorted_rambo_recall, slow_rambo(loglog, presets.RECALL_LAM, presets.RECALL_MARGIN)),
+        (sorts.sorted_rambo_ap, slow_rambo(precision, presets.AP_LAM, presets.AP_MARGIN)),
     ],
     ids=["recall_at_k", "smooth_ap", "fast_ap", "rambo_recall", "rambo_ap"],
 )
 @pytest.mark.parametrize("per_class", [2, 3, 6])
-def test_rivals_agree_with_each_other(function, other, per_class):
+def test_baselines_agree_with_each_other(function, other, per_class):
     value, gradient = value_and_gradient(function, per_class=per_class)
     other_value, other_gradient = value_and_gradient(other, per_class=per_class)
     torch.testing.assert_close(value, other_value, rtol=0, atol=1e-10)
@@ -93,30 +94,30 @@ def test_rivals_agree_with_each_other(function, other, per_class):
     assert gradient.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("loss", list(losses.PRESETS))
-def test_rivals_agree_with_the_definition(loss):
+@pytest.mark.parametrize("loss", list(presets.PRESETS))
+def test_baselines_agree_with_the_definition(loss):
     value, gradient = value_and_gradient(losses._ours(loss, "reference"))
-    rival = next(rival for rival in baselines.RIVALS if rival.loss == loss)
-    rival_value, rival_gradient = value_and_gradient(rival.function)
-    torch.testing.assert_close(value, rival_value, rtol=0, atol=1e-10)
-    torch.testing.assert_close(gradient, rival_gradient, rtol=0, atol=1e-10)
+    baseline = dense_baseline(loss)
+    baseline_value, baseline_gradient = value_and_gradient(baseline.function)
+    torch.testing.assert_close(value, baseline_value, rtol=0, atol=1e-10)
+    torch.testing.assert_close(gradient, baseline_gradient, rtol=0, atol=1e-10)
 
 
-def test_the_marked_rival_computes_something_else():
-    _, gradient = value_and_gradient(baselines.library_smooth_ap)
-    _, true_gradient = value_and_gradient(baselines.dense_smooth_ap)
+def test_the_marked_baseline_computes_something_else():
+    _, gradient = value_and_gradient(libraries.library_smooth_ap)
+    _, true_gradient = value_and_gradient(dense.dense_smooth_ap)
     assert (gradient - true_gradient).norm() > 0.5 * true_gradient.norm()
 
 
 def test_a_sample_of_the_loop_is_the_loss_of_those_queries():
     def loss_of_twelve(first):
         def loss(embeddings, labels, per_class):
-            return baselines.loop_recall_at_k(embeddings.roll(-first, 0), labels.roll(-first), per_class, queries=12)
+            return dense.loop_recall_at_k(embeddings.roll(-first, 0), labels.roll(-first), per_class, queries=12)
 
         return value_and_gradient(loss)[0]
 
     parts = torch.stack([loss_of_twelve(first) for first in (0, 12, 24)])
-    torch.testing.assert_close(parts.mean(), value_and_gradient(baselines.loop_recall_at_k)[0])
+    torch.testing.assert_close(parts.mean(), value_and_gradient(dense.loop_recall_at_k)[0])
 
 
 ARGUMENTS = ["--losses", "recall_at_k", "--formulations", "ours,dense", "--sizes", "64", "--dim", "32"]
@@ -149,10 +150,10 @@ def test_what_does_not_fit_is_skipped_with_its_estimate(capsys, monkeypatch):
 
 def test_a_wrong_formulation_stops_the_run(capsys, monkeypatch):
     def twice(embeddings, labels, per_class):
-        return 2 * baselines.dense_recall_at_k(embeddings, labels, per_class)
+        return 2 * dense.dense_recall_at_k(embeddings, labels, per_class)
 
-    wrong = tuple(replace(rival, function=twice) if rival.name == "dense" else rival for rival in baselines.RIVALS)
-    monkeypatch.setattr(losses, "RIVALS", wrong)
+    wrong = tuple(replace(baseline, function=twice) if baseline.name == "dense" else baseline for baseline in BASELINES)
+    monkeypatch.setattr(losses, "BASELINES", wrong)
     assert losses.main(ARGUMENTS) == 1
     printed = capsys.readouterr().out
     assert "nothing is timed" in printed
@@ -181,16 +182,16 @@ def test_quick_yields_to_other_flags():
 
 
 def test_growth_is_a_power_of_the_batch_size():
-    rival = baselines.RIVALS[0]
-    error = losses.Error(0.0, 0.0)
-    small = losses.Cell(rival, 512, error, memory=100, timing=Timing(1.0, 1.0, 1.0, 3))
-    large = losses.Cell(rival, 2048, error, memory=400, timing=Timing(16.0, 16.0, 16.0, 3))
+    baseline = BASELINES[0]
+    error = losses.NumericalError(0.0, 0.0)
+    small = losses.LossMeasurement(baseline=baseline, count=512, error=error, memory=100, timing=Timing(1.0, 1.0, 1.0, 3))
+    large = losses.LossMeasurement(baseline=baseline, count=2048, error=error, memory=400, timing=Timing(16.0, 16.0, 16.0, 3))
     record = losses._record(large, [large], [small])
     assert record["time_power"] == pytest.approx(2)
     assert record["memory_power"] == pytest.approx(1)
 
 
-def test_rivals_take_turns():
+def test_calls_take_turns():
     log = []
 
     def slow():
@@ -231,10 +232,10 @@ def test_a_batch_is_balanced_shuffled_and_reproducible():
 
 def test_tables_align_and_refuse_other_columns(tmp_path):
     text = text_table([{"name": "a", "ms": "1.5", "note": ""}, {"name": "long", "ms": "10", "note": ""}])
-    assert text.splitlines() == ["name   ms", "----  ---", "a     1.5", "long   10"]
+    assert text.splitlines() == ["name   ms", "a     1.5", "long   10"]
     path = tmp_path / "new" / "rows.csv"
     append_csv(path, [{"a": 1}])
     append_csv(path, [{"a": 2}])
     assert path.read_text() == "a\n1\n2\n"
-    with pytest.raises(ValueError, match="columns"):
+    with pytest.raises(ValueError, match="has the columns"):
         append_csv(path, [{"b": 1}])

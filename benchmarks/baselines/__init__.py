@@ -1,0 +1,71 @@
+"""The baselines that the losses are measured against: the best a user would write by hand, and published code.
+
+    dense       every comparison at once, eagerly, compiled, or query by query
+    chunked     row chunks, so that memory is bounded
+    sorts       RaMBO's ranks by sorting
+    libraries   pytorch-metric-learning
+
+All take embeddings [N, d] and labels [N] of a class-balanced batch (`per_class` of every class, in any order), normalise the
+embeddings, and return the mean loss over the queries, with the settings of `benchmarks.presets`. They differ in how they get
+the ranks, hence in time and memory, and not in what they compute, unless `Baseline.differs` says so.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.baselines.chunked import Formulation
+from benchmarks.baselines.dense import compiled, dense_fast_ap, dense_recall_at_k, dense_smooth_ap, loop_recall_at_k
+from benchmarks.baselines.libraries import library_fast_ap, library_smooth_ap
+from benchmarks.baselines.sorts import sorted_rambo_ap, sorted_rambo_recall
+from benchmarks.presets import BINS
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One way to compute one loss.
+
+    `numbers(N, P)` estimates how many numbers forward and backward hold at their worst moment for N queries with
+    P relevant items each: enough to tell beforehand what would not fit.
+    """
+
+    loss: str
+    name: str
+    function: Formulation
+    numbers: Callable[[int, int], float]
+    differs: str = ""  # what it computes instead of the loss; empty where it computes the loss
+    sample: Formulation | None = None  # the same for SAMPLED_QUERIES queries only, where all would take too long
+
+
+SAMPLED_QUERIES = 128
+
+BASELINES = (
+    Baseline("recall_at_k", "dense", dense_recall_at_k, lambda n, p: (2 * p + 5) * n * n),
+    Baseline("recall_at_k", "dense-compiled", compiled(dense_recall_at_k), lambda n, p: 6 * n * n),
+    Baseline(
+        "recall_at_k",
+        "query-loop",
+        loop_recall_at_k,
+        lambda n, p: (2 * p + 5) * n * n,
+        sample=functools.partial(loop_recall_at_k, queries=SAMPLED_QUERIES),
+    ),
+    Baseline("smooth_ap", "dense", dense_smooth_ap, lambda n, p: (2 * p + 5) * n * n),
+    Baseline("smooth_ap", "dense-compiled", compiled(dense_smooth_ap), lambda n, p: 6 * n * n),
+    Baseline(
+        "smooth_ap",
+        "pml",
+        library_smooth_ap,
+        lambda n, p: 5.5 * n**3,
+        differs="other ranks: takes rows as class by class, as many classes as members",
+    ),
+    Baseline("fast_ap", "dense", dense_fast_ap, lambda n, p: (3 * (BINS + 1) + 4) * n * n),
+    Baseline("fast_ap", "dense-compiled", compiled(dense_fast_ap), lambda n, p: 6 * n * n),
+    Baseline("fast_ap", "pml", library_fast_ap, lambda n, p: (4 * (BINS + 1) + 7) * n * n),
+    Baseline("rambo_recall", "sorted-rows", sorted_rambo_recall, lambda n, p: 12 * n * n),
+    Baseline("rambo_ap", "sorted-rows", sorted_rambo_ap, lambda n, p: 12 * n * n),
+)
+
+
+def dense_baseline(loss: str) -> Baseline:
+    """The eager baseline of a loss with all scores at once."""
+    return next(baseline for baseline in BASELINES if baseline.loss == loss)
