@@ -18,8 +18,8 @@ from benchmarks.trials.corruption import damaged, put, replaced
 from benchmarks.trials.fuzz_case import Case
 from rankgrad.data.image_cache import open_images
 from rankgrad.data.image_store import OnDemandImages
+from rankgrad.data.preprocessing import Preprocessing
 from rankgrad.data.table import Table
-from rankgrad.runs.landmark_images import landmark
 
 SIDE = 24
 EXTENSIONS = ("jpg", "png", "gif", "bmp", "tif", "webp", "ppm")
@@ -193,7 +193,8 @@ class Landmarks:
         what, table, refused = _two_images(rng, folder)
         # these may have any shape
         refused = refused and what != "a stripe"
-        return Case(f"{table.paths[1]}: {what}", partial(landmark, table, 1, SIDE), (table.paths[1],), refused)
+        preprocess = Preprocessing(SIDE, native_shape=True)
+        return Case(f"{table.paths[1]}: {what}", partial(preprocess.from_table, table, 1), (table.paths[1],), refused)
 
 
 def _two_images(rng: random.Random, folder: Path) -> tuple[str, Table, bool]:

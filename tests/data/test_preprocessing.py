@@ -264,3 +264,25 @@ def test_says_what_is_wrong_with_an_image(tmp_path):
         preprocess(np.zeros((3, 8, 8), np.uint8))
     with pytest.raises(TypeError, match="a path, bytes, a PIL image, an array or a tensor, got int"):
         preprocess(3)
+
+
+def test_images_at_native_shape_are_shrunk_by_their_long_side_and_queries_with_their_image(tmp_path):
+    pixels = np.zeros((100, 200, 3), np.uint8)
+    pixels[:, 100:] = (250, 0, 0)
+    for name in ("0.jpg", "1.jpg"):
+        Image.fromarray(pixels).save(tmp_path / name, quality=95)
+    boxes = np.array([[np.nan] * 4, [100, 0, 200, 100]])
+    rows = Table("some/test", tmp_path, ("0.jpg", "1.jpg"), np.array([-1, -1]), boxes=boxes)
+
+    def landmark(row, size):
+        return Preprocessing(size, native_shape=True).from_table(rows, row).permute(1, 2, 0).numpy()
+
+    assert landmark(0, 50).shape == (25, 50, 3)
+    assert landmark(0, 1024).shape == (100, 200, 3), "nothing is enlarged"
+    # the image would become 50 wide, so its right half becomes 25
+    query = landmark(1, 50)
+    assert query.shape == (25, 25, 3)
+    assert query[:, 2:, 0].min() > 200
+    (tmp_path / "0.jpg").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"0\.jpg is not an image that Pillow can read"):
+        landmark(0, 50)

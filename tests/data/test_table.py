@@ -38,7 +38,7 @@ def test_knows_its_length_classes_and_files():
 
 
 def test_a_table_of_pixels_has_no_files():
-    with pytest.raises(ValueError, match=r"Table toy/test: its images are no files, take pixels\[2\]"):
+    with pytest.raises(ValueError, match=r"Table toy/test: its images are not files, use pixels\[2\]"):
         table().file(2)
 
 
@@ -158,3 +158,76 @@ def test_halves_need_classes():
         halves(table(labels=np.zeros(6, np.int64)))
     with pytest.raises(ValueError, match="images of no class"):
         halves(table(labels=np.array([0, 0, 1, 1, -1, 2])))
+
+
+def labelled(labels, **known) -> Table:
+    labels = np.asarray(labels, dtype=np.int64)
+    return Table("some/train", Path("/images"), tuple(f"{i}.jpg" for i in range(len(labels))), labels, **known)
+
+
+def test_a_subset_takes_classes_from_the_categories_in_turn():
+    rng = np.random.default_rng(0)
+    labels = np.sort(rng.integers(0, 20, 200))
+    categories = np.array([0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1])[labels]
+    order = rng.permutation(200)
+    rows = labelled(labels[order], categories=categories[order], category_names=("a", "b"))
+    found = rows.subset(7, 3)
+    # -1 comes first, then a, then b; seven classes are three, two and two of them
+    assert sorted(set(found.labels.tolist())) == [0, 1, 8, 9, 15, 16, 17]
+    for label in set(found.labels.tolist()):
+        wanted = [path for path, own in zip(rows.paths, rows.labels, strict=True) if own == label][:3]
+        assert [path for path, own in zip(found.paths, found.labels, strict=True) if own == label] == wanted
+    assert rows.subset(0, 0) is rows
+    assert len(set(rows.subset(100, 0).labels.tolist())) == 20
+
+
+def test_a_subset_keeps_queries_and_gallery_and_ground_truth():
+    labels = np.repeat(np.arange(4), 10)
+    is_query = np.arange(40) % 10 < 5
+    found = labelled(labels, is_query=is_query, is_gallery=~is_query).subset(2, 2)
+    assert (found.is_query.sum(), found.is_gallery.sum()) == (4, 4)
+
+    lists = [tuple(np.array(part) for part in kind) for kind in (([0, 1, 2], [3]), ([4], [5, 6, 7]), ([8], [9]))]
+    rows = labelled([-1] * 12, is_query=np.arange(12) < 2, is_gallery=np.arange(12) >= 2, ground_truth=GroundTruth(*lists))
+    found = rows.subset(1, 2)
+    assert found.paths == ("0.jpg", "2.jpg", "3.jpg", "6.jpg", "10.jpg")
+    assert [part.tolist() for part in found.ground_truth.easy] == [[0, 1]]
+    assert len(labelled([-1] * 50).subset(3, 4)) == 12
+
+
+def files(root: Path, *, order=(0, 1, 2), **changes) -> Table:
+    root.mkdir(parents=True, exist_ok=True)
+    for i in range(3):
+        (root / f"{i}.jpg").write_bytes(bytes(10 + i))
+    known = {"labels": np.array([0, 0, 1]), "is_query": np.array([True, False, True]), "is_gallery": np.ones(3, np.bool_)}
+    return Table(**{"name": "some/test", "root": root, "paths": tuple(f"{i}.jpg" for i in order), **known, **changes})
+
+
+def test_a_fingerprint_knows_paths_labels_marks_and_sizes_and_not_the_root(tmp_path):
+    first = files(tmp_path / "a").fingerprint()
+    assert files(tmp_path / "b").fingerprint() == first
+    others = [
+        files(tmp_path / "a", labels=np.array([0, 1, 1])),
+        files(tmp_path / "a", order=(0, 2, 1)),
+        files(tmp_path / "a", is_query=np.array([True, True, True])),
+        files(tmp_path / "a", is_gallery=np.array([True, True, False])),
+        files(tmp_path / "a", is_query=None, is_gallery=None),
+        files(tmp_path / "a", boxes=np.ones((3, 4))),
+        files(tmp_path / "a", categories=np.zeros(3, np.int64), category_names=("x",)),
+        files(tmp_path / "a", pixels=np.zeros((3, 2, 2), np.uint8)),
+        files(tmp_path / "a", pixels=np.ones((3, 2, 2), np.uint8)),
+    ]
+    changed = files(tmp_path / "c")
+    (tmp_path / "c" / "1.jpg").write_bytes(b"replaced")
+    missing = files(tmp_path / "d")
+    (tmp_path / "d" / "1.jpg").unlink()
+    found = [table.fingerprint() for table in (*others, changed, missing)]
+    assert len({first, *found}) == 1 + len(found)
+    truths = [GroundTruth(positions([0], []), positions([], [1]), positions([], [where])) for where in (0, 2)]
+    assert len({files(tmp_path / "e", ground_truth=truth).fingerprint() for truth in truths}) == 2
+
+
+def test_classes_are_called_by_name_or_by_number():
+    named = labelled([7, 8, -1], class_names={7: "seven"})
+    assert [named.class_name(label) for label in (7, 8, -1)] == ["seven", "8", ""]
+    assert named.select([0]).class_names == {7: "seven"}

@@ -8,16 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 import rankgrad as rg
 from rankgrad import cli
-from rankgrad.data.table import GroundTruth, Table
+from rankgrad.data.table import Table
 from rankgrad.eval import evaluate
 from rankgrad.recipes.catalogue import find
-from rankgrad.runs.data_cache import DataCache, RunContext, limited
-from rankgrad.runs.landmark_images import landmark
+from rankgrad.runs.data_cache import DataCache, RunContext
 from rankgrad.runs.pipeline import load_run, start_run
 from rankgrad.runs.recipe import Published
 from rankgrad.runs.retrieval_evaluation import comparison, embeddings_of
@@ -272,54 +270,6 @@ def test_the_largest_batch():
     assert largest_batch(replace(recipe, per_class=3), table(np.repeat(np.arange(2000), 4))) == 3999
     with pytest.raises(ValueError, match="has 1 classes with at least 4 images"):
         largest_batch(recipe, table([0, 0, 0, 0, 1, 1]))
-
-
-def test_limits_take_classes_from_the_categories_in_turn():
-    rng = np.random.default_rng(0)
-    labels = np.sort(rng.integers(0, 20, 200))
-    categories = np.array([0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1])[labels]
-    order = rng.permutation(200)
-    rows = table(labels[order], categories=categories[order], category_names=("a", "b"))
-    found = limited(rows, 7, 3)
-    # -1 comes first, then a, then b; seven classes are three, two and two of them
-    assert sorted(set(found.labels.tolist())) == [0, 1, 8, 9, 15, 16, 17]
-    for label in set(found.labels.tolist()):
-        wanted = [path for path, own in zip(rows.paths, rows.labels, strict=True) if own == label][:3]
-        assert [path for path, own in zip(found.paths, found.labels, strict=True) if own == label] == wanted
-    assert limited(rows, 0, 0) is rows
-    assert len(set(limited(rows, 100, 0).labels.tolist())) == 20
-
-
-def test_limits_keep_queries_and_gallery_and_ground_truth():
-    labels = np.repeat(np.arange(4), 10)
-    is_query = np.arange(40) % 10 < 5
-    found = limited(table(labels, is_query=is_query, is_gallery=~is_query), 2, 2)
-    assert (found.is_query.sum(), found.is_gallery.sum()) == (4, 4)
-
-    lists = [tuple(np.array(part) for part in kind) for kind in (([0, 1, 2], [3]), ([4], [5, 6, 7]), ([8], [9]))]
-    rows = table([-1] * 12, is_query=np.arange(12) < 2, is_gallery=np.arange(12) >= 2, ground_truth=GroundTruth(*lists))
-    found = limited(rows, 1, 2)
-    assert found.paths == ("0.jpg", "2.jpg", "3.jpg", "6.jpg", "10.jpg")
-    assert [part.tolist() for part in found.ground_truth.easy] == [[0, 1]]
-    assert len(limited(table([-1] * 50), 3, 4)) == 12
-
-
-def test_landmarks_are_shrunk_by_their_long_side_and_queries_with_their_image(tmp_path):
-    pixels = np.zeros((100, 200, 3), np.uint8)
-    pixels[:, 100:] = (250, 0, 0)
-    for name in ("0.jpg", "1.jpg"):
-        Image.fromarray(pixels).save(tmp_path / name, quality=95)
-    boxes = np.array([[np.nan] * 4, [100, 0, 200, 100]])
-    rows = replace(table([-1, -1], boxes=boxes), root=tmp_path)
-    assert landmark(rows, 0, 50).shape == (25, 50, 3)
-    assert landmark(rows, 0, 1024).shape == (100, 200, 3), "nothing is enlarged"
-    # the image would become 50 wide, so its right half becomes 25
-    query = landmark(rows, 1, 50)
-    assert query.shape == (25, 25, 3)
-    assert query[:, 2:, 0].min() > 200
-    (tmp_path / "0.jpg").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"0\.jpg is not an image that Pillow can read"):
-        landmark(rows, 0, 50)
 
 
 def test_the_comparison_has_differences_protocols_and_sources():

@@ -15,7 +15,8 @@ from PIL import Image
 
 from rankgrad.cli.search_commands import main_embed
 from rankgrad.data.image_files import UnreadableImageError
-from rankgrad.runs.landmark_images import describe_landmarks
+from rankgrad.data.preprocessing import Preprocessing
+from rankgrad.runs.embedding import embed_native_shape
 from rankgrad.search import Gallery, Items, embed_images, folder_of_images, manifest_of_images, open_run, split_of_data_set
 from rankgrad.search.image_lists import names_by_folder
 
@@ -211,7 +212,8 @@ def test_a_damaged_gallery_is_refused(gallery, tmp_path, spoil, message):
 def test_landmarks_are_embedded_at_their_own_shape(network, data):
     scaled = replace(network, recipe=replace(network.recipe, test_on=("roxford5k",), scales=(1.0, 0.5)))
     items = folder_of_images(data / "test").select([3, 20])
-    wanted = describe_landmarks(network.model, items.table, size=32, scales=(1.0, 0.5), device=network.device)
+    preprocess = Preprocessing(32, native_shape=True)
+    wanted = embed_native_shape(network.model, items.table, preprocess, scales=(1.0, 0.5), device=network.device)
     ((rows, found, bad),) = scaled.embed_table(items.table)
     assert (rows, bad) == ([0, 1], [])
     np.testing.assert_allclose(found, wanted, atol=1e-6)

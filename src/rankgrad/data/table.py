@@ -1,7 +1,9 @@
 """A data set before it is images: a checked list of files with their classes, one value per split."""
 
+import hashlib
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -77,6 +79,7 @@ class Table:
         categories: [N] int64, positions in `category_names`, -1 for unlabelled. A property of the image: a class may
             have images in several.
         category_names: the names of the categories.
+        class_names: label -> name, where the data set names its classes; see `class_name`.
         is_query: [N] bool. Without `is_query` and `is_gallery` every image is a query and a candidate for all others.
         is_gallery: [N] bool.
         boxes: [N, 4] float x1, y1, x2, y2 in pixels, the part of the file that is the image; nan for all of it.
@@ -90,6 +93,7 @@ class Table:
     labels: NDArray[np.int64]
     categories: NDArray[np.int64] | None = None
     category_names: tuple[str, ...] = ()
+    class_names: Mapping[int, str] = field(default_factory=dict)
     is_query: NDArray[np.bool_] | None = None
     is_gallery: NDArray[np.bool_] | None = None
     boxes: NDArray[np.float64] | None = None
@@ -164,10 +168,14 @@ class Table:
         """Different labels; -1, of no class, is none."""
         return int((np.unique(self.labels) != -1).sum())
 
+    def class_name(self, label: int) -> str:
+        """The name of a class, its number where it has none; "" for -1."""
+        return "" if label == -1 else self.class_names.get(label, str(label))
+
     def file(self, i: int) -> Path:
         """Where the image of row `i` lies."""
         if self.pixels is not None:
-            raise ValueError(f"Table {self.name}: its images are no files, take pixels[{i}]")
+            raise ValueError(f"Table {self.name}: its images are not files, use pixels[{i}]")
         return self.root / self.paths[i]
 
     def select(self, index: ArrayLike) -> "Table":
@@ -194,6 +202,42 @@ class Table:
             ground_truth=self._selected_truth(rows),
         )
 
+    def subset(self, classes: int = 0, images_per_class: int = 0) -> "Table":
+        """The first `images_per_class` images of `classes` classes, taken from the categories in turn; 0: no limit.
+
+        Where the images have no classes, a query with a ground truth counts as one, and distractors are cut to as many.
+        """
+        if not (classes or images_per_class):
+            return self
+        if self.ground_truth is not None:
+            return self.select(_rows_of_queries(self, classes, images_per_class))
+        if not self.num_classes:
+            return self.select(np.arange(min(len(self), (classes or len(self)) * (images_per_class or len(self)))))
+        keep = np.ones(len(self), dtype=np.bool_)
+        if classes:
+            keep &= np.isin(self.labels, _classes_in_turn(self, classes))
+        if images_per_class:
+            keep &= _position_in_class(self) < images_per_class
+        return self.select(keep)
+
+    def fingerprint(self) -> str:
+        """A digest of all that decides a result: paths, file sizes, labels, categories, boxes, query and gallery marks.
+
+        Equal on every machine and wherever `root` lies. A missing file has no size; images that are pixels count by content.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for name in ("labels", "categories", "is_query", "is_gallery", "boxes", "pixels"):
+            array = getattr(self, name)
+            digest.update(f"{name} {None if array is None else array.shape}\n".encode())
+            if array is not None:
+                digest.update(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes())
+        for path in self.paths:
+            digest.update(f"{path}\0{'' if self.pixels is not None else _file_size(self.root / path)}\n".encode())
+        if self.ground_truth is not None:
+            for lists in (self.ground_truth.easy, self.ground_truth.hard, self.ground_truth.junk):
+                digest.update(repr([positions.tolist() for positions in lists]).encode())
+        return digest.hexdigest()
+
     def _selected_truth(self, rows: NDArray[np.int64]) -> GroundTruth | None:
         if self.ground_truth is None or self.is_query is None or self.is_gallery is None:
             return None
@@ -219,3 +263,49 @@ def halves(table: Table) -> tuple[Table, Table]:
     in_first = table.labels < classes[(len(classes) + 1) // 2]
     first, second = table.select(in_first), table.select(~in_first)
     return replace(first, name=f"{table.name}-first-half"), replace(second, name=f"{table.name}-second-half")
+
+
+def _file_size(path: Path) -> str:
+    try:
+        return str(path.stat().st_size)
+    except OSError:
+        return ""
+
+
+def _rows_of_queries(table: Table, queries: int, images: int) -> NDArray[np.bool_]:
+    """The first queries, and of the gallery the first images of each of their lists."""
+    truth = table.ground_truth
+    assert truth is not None
+    assert table.is_query is not None
+    assert table.is_gallery is not None
+    chosen = np.flatnonzero(table.is_query)[: queries or None]
+    listed = [found[: images or None] for lists in (truth.easy, truth.hard, truth.junk) for found in lists[: len(chosen)]]
+    keep = np.zeros(len(table), dtype=np.bool_)
+    keep[chosen] = True
+    keep[np.flatnonzero(table.is_gallery)[np.concatenate(listed)]] = True
+    return keep
+
+
+def _position_in_class(table: Table) -> NDArray[np.int64]:
+    """0 for the first image of a class, 1 for the second, and so on; queries and gallery are counted separately."""
+    kind = np.zeros(len(table), dtype=np.int64) if table.is_query is None else table.is_query.astype(np.int64)
+    order = np.lexsort((np.arange(len(table)), kind, table.labels))
+    labels, kinds = table.labels[order], kind[order]
+    starts = np.flatnonzero(np.r_[True, (np.diff(labels) != 0) | (np.diff(kinds) != 0)])
+    lengths = np.diff(np.r_[starts, len(table)])
+    position = np.empty(len(table), dtype=np.int64)
+    position[order] = np.arange(len(table)) - np.repeat(starts, lengths)
+    return position
+
+
+def _classes_in_turn(table: Table, classes: int) -> NDArray[np.int64]:
+    """`classes` labels: the first of every category, then the second, until there are enough."""
+    labels, first = np.unique(table.labels, return_index=True)
+    labels, first = labels[labels != -1], first[labels != -1]
+    category = np.zeros(len(labels), dtype=np.int64) if table.categories is None else table.categories[first]
+    order = np.argsort(category, kind="stable")
+    starts = np.flatnonzero(np.r_[True, np.diff(category[order]) != 0])
+    turn = np.empty(len(labels), dtype=np.int64)
+    turn[order] = np.arange(len(labels)) - np.repeat(starts, np.diff(np.r_[starts, len(labels)]))
+    chosen: NDArray[np.int64] = labels[np.lexsort((category, turn))[:classes]]
+    return chosen

@@ -91,7 +91,7 @@ class DataCache:
         data_set = self.data_set(recipe, name)
         if split not in data_set.splits:
             raise ValueError(f"{data_set.name} has no split {split!r}; it has {', '.join(data_set.splits)}")
-        return limited(data_set.splits[split], recipe.classes, recipe.images_per_class)
+        return data_set.splits[split].subset(recipe.classes, recipe.images_per_class)
 
     def split(self, recipe: Recipe, split: str, name: str | None = None) -> Split:
         """A split with its images: decoded, on the device where they fit there, or to be decoded when they are shown."""
@@ -161,61 +161,3 @@ class DataCache:
         if not names:
             raise ValueError(f"{data_set.name} has nothing to test on; it has {', '.join(data_set.splits)}")
         return {split: (data_set.name, split) for split in names}
-
-
-def limited(table: Table, classes: int, images_per_class: int) -> Table:
-    """The first `images_per_class` images of `classes` classes, taken from the categories in turn; 0: no limit.
-
-    Where the images have no classes, a query with a ground truth counts as one, and distractors are cut to as many.
-    """
-    if not (classes or images_per_class):
-        return table
-    if table.ground_truth is not None:
-        return table.select(_asked(table, classes, images_per_class))
-    if not table.num_classes:
-        return table.select(np.arange(min(len(table), (classes or len(table)) * (images_per_class or len(table)))))
-    keep = np.ones(len(table), dtype=np.bool_)
-    if classes:
-        keep &= np.isin(table.labels, _spread(table, classes))
-    if images_per_class:
-        keep &= _place_in_class(table) < images_per_class
-    return table.select(keep)
-
-
-def _asked(table: Table, queries: int, images: int) -> NDArray[np.bool_]:
-    """The first queries, and of the gallery the first images of each of their lists."""
-    truth = table.ground_truth
-    assert truth is not None
-    assert table.is_query is not None
-    assert table.is_gallery is not None
-    asking = np.flatnonzero(table.is_query)[: queries or None]
-    named = [found[: images or None] for lists in (truth.easy, truth.hard, truth.junk) for found in lists[: len(asking)]]
-    keep = np.zeros(len(table), dtype=np.bool_)
-    keep[asking] = True
-    keep[np.flatnonzero(table.is_gallery)[np.concatenate(named)]] = True
-    return keep
-
-
-def _place_in_class(table: Table) -> NDArray[np.int64]:
-    """0 for the first image of a class, 1 for the second, and so on; queries and gallery are counted apart."""
-    kind = np.zeros(len(table), dtype=np.int64) if table.is_query is None else table.is_query.astype(np.int64)
-    order = np.lexsort((np.arange(len(table)), kind, table.labels))
-    labels, kinds = table.labels[order], kind[order]
-    begins = np.flatnonzero(np.r_[True, (np.diff(labels) != 0) | (np.diff(kinds) != 0)])
-    lengths = np.diff(np.r_[begins, len(table)])
-    place = np.empty(len(table), dtype=np.int64)
-    place[order] = np.arange(len(table)) - np.repeat(begins, lengths)
-    return place
-
-
-def _spread(table: Table, classes: int) -> NDArray[np.int64]:
-    """`classes` labels: the first of every category, then the second, until there are enough."""
-    labels, first = np.unique(table.labels, return_index=True)
-    labels, first = labels[labels != -1], first[labels != -1]
-    category = np.zeros(len(labels), dtype=np.int64) if table.categories is None else table.categories[first]
-    order = np.argsort(category, kind="stable")
-    begins = np.flatnonzero(np.r_[True, np.diff(category[order]) != 0])
-    turn = np.empty(len(labels), dtype=np.int64)
-    turn[order] = np.arange(len(labels)) - np.repeat(begins, np.diff(np.r_[begins, len(labels)]))
-    chosen: NDArray[np.int64] = labels[np.lexsort((category, turn))[:classes]]
-    return chosen

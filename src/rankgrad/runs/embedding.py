@@ -1,10 +1,17 @@
-"""Embeddings of many images, in batches."""
+"""Embeddings of many images: in batches, or one by one at their native shape."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rankgrad.data.preprocessing import Preprocessing
+from rankgrad.data.table import Table
+from rankgrad.models import Embedder, embed_multiscale
 from rankgrad.train.large_batch import len_of, rows
 from rankgrad.train.progress import Progress
 from rankgrad.train.protocols import Batches
@@ -56,6 +63,40 @@ def embed(
     result = torch.empty_like(embeddings)
     result[order] = embeddings
     return result
+
+
+def embed_native_shape(
+    model: Embedder,
+    table: Table,
+    preprocess: Preprocessing,
+    *,
+    scales: Sequence[float] = (1.0,),
+    device: torch.device,
+    out: Path | None = None,
+) -> NDArray[np.float32]:
+    """Embeddings [N, d] of a table whose images keep their shape, one image at a time.
+
+    Args:
+        model: put into evaluation mode.
+        table: the images; of queries with a box that part is embedded.
+        preprocess: with `native_shape`.
+        scales: sizes at which an image is embedded, relative to its own.
+        device: where to compute.
+        out: write the result to this file and return it mapped.
+    """
+    model.eval()
+    shape = (len(table), model.dim)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        found: NDArray[np.float32] = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=shape)
+    else:
+        found = np.empty(shape, dtype=np.float32)
+    with Progress(len(table), f"embedding {table.name}", unit="images") as progress:
+        for row in range(len(table)):
+            pixels = preprocess.from_table(table, row)[None].to(device)
+            found[row] = embed_multiscale(model, pixels, scales)[0].float().cpu().numpy()
+            progress.advance()
+    return found
 
 
 def _embed_batch(model: nn.Module, images: Any, device: torch.device, autocast: torch.dtype | None) -> Tensor:

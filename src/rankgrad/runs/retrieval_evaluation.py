@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rankgrad.data.preprocessing import Preprocessing
 from rankgrad.data.table import Table
 from rankgrad.eval import Result, evaluate_sharded, evaluate_table, expected_memory
 from rankgrad.eval.embedding_blocks import Array
 from rankgrad.models import Embedder, embed_multiscale
 from rankgrad.runs.data_cache import WITH_DISTRACTORS, DataCache, RunContext, Split
-from rankgrad.runs.embedding import embed
-from rankgrad.runs.landmark_images import describe_landmarks
+from rankgrad.runs.embedding import embed, embed_native_shape
 from rankgrad.runs.recipe import Published
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 from rankgrad.runs.retrieval_task import ordered_batches
@@ -134,8 +134,9 @@ class RetrievalEvaluator:
         key = (table.root, hash(table.paths))
         if key not in self._described:
             recipe, device = self.recipe, self.data.context.device
-            self._described[key] = describe_landmarks(
-                self.model, table, size=recipe.size, scales=recipe.scales, device=device, out=out
+            preprocess = Preprocessing(recipe.size, native_shape=True)
+            self._described[key] = embed_native_shape(
+                self.model, table, preprocess, scales=recipe.scales, device=device, out=out
             )
         return self._described[key]
 

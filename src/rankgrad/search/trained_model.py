@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from rankgrad.data.image_files import ImageDecoder, UnreadableImageError, map_images
 from rankgrad.data.image_store import ImageBuffer, bytes_needed
+from rankgrad.data.preprocessing import Preprocessing
 from rankgrad.data.table import Table
 from rankgrad.models import Embedder, embed_multiscale
 from rankgrad.runs.data_cache import RunContext, Split
 from rankgrad.runs.embedding import embed
-from rankgrad.runs.landmark_images import landmark
 from rankgrad.runs.pipeline import load_run
 from rankgrad.runs.retrieval_evaluation import MultiScale
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
@@ -112,10 +112,7 @@ class Network:
 
 def _at_own_shape(table: Table, size: int, row: int) -> NDArray[np.uint8]:
     """[3, H, W] of a row, its long side at most `size`."""
-    try:
-        return np.ascontiguousarray(landmark(table, row, size).transpose(2, 0, 1))
-    except ValueError as error:
-        raise UnreadableImageError(str(error)) from error
+    return Preprocessing(size, native_shape=True).from_table(table, row).numpy()
 
 
 def _images(planes: list[NDArray[np.uint8]]) -> ImageBuffer:
