@@ -25,7 +25,7 @@ from train.tiny_loop import network as small
 
 import rankgrad as rg
 from rankgrad.data.seeds import generator
-from rankgrad.eval import evaluate_sharded, evaluate_table
+from rankgrad.eval import evaluate_sharded, evaluate_table, rank_counts
 from rankgrad.recipes.catalogue import find
 from rankgrad.runs.data_cache import RunContext
 from rankgrad.runs.equivalence import Equivalence, compare
@@ -182,16 +182,17 @@ def evaluations(processes: Processes) -> dict[str, Any]:
     embeddings, marks = gallery()
     found = {}
     for name, used in (("all-vs-all", ("labels", "categories")), ("query-gallery", tuple(marks))):
-        for limit in (2**29, 1):  # one pass over all queries, and as many as there are chunks
+        for budget in (2**29, 1):  # one pass over all queries, and as many as there are chunks
+            rank_counts.MEMORY_LIMIT = budget
             if processes.size == 1:
                 table = SimpleNamespace(**{key: marks[key] for key in used})
-                result = evaluate_table(embeddings, table, ks=(1, 5), neighbours=4, memory_limit=limit)
+                result = evaluate_table(embeddings, table, ks=(1, 5), neighbours=4)
             else:
                 own = shares(len(embeddings), processes)
                 given = {key: marks[key][own] for key in used}
-                result = evaluate_sharded(embeddings[own], **given, ks=(1, 5), neighbours=4, memory_limit=limit)
+                result = evaluate_sharded(embeddings[own], **given, ks=(1, 5), neighbours=4)
             if result is not None:
-                found[f"{name}, {limit}"] = {
+                found[f"{name}, {budget}"] = {
                     "metrics": dict(result),
                     "per_query": dict(result.per_query),
                     "index": result.query_index,

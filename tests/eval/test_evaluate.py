@@ -1,5 +1,7 @@
 """`evaluate` against the definitions, on lists full of ties, and by every way it can count."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankgrad.eval import evaluate, expected_memory
+from rankgrad.eval.embedding_blocks import normalize_rows
 
 KS = (1, 2, 5, 50)
 
@@ -116,14 +119,14 @@ def test_many_tiles_agree_with_sorting_all_scores(most):
 
 
 @pytest.mark.parametrize("most", [12, 60])
-def test_groups_of_any_size_and_both_ways_of_counting_agree(most):
+def test_groups_of_any_size_and_both_ways_of_counting_agree(most, monkeypatch):
     embeddings, labels = ragged(1300, most=most)
     whole = evaluate(embeddings, labels)
-    assert_same(whole, evaluate(embeddings, labels, memory_limit=1))
-    assert_same(whole, evaluate(embeddings, labels, memory_limit=2**21))
     own = torch.arange(len(labels))
-    for limit in (1, 2**29):
-        assert_same(whole, evaluate(embeddings, labels, embeddings, labels, self_index=own, memory_limit=limit))
+    for budget in (1, 2**21, 2**29):
+        monkeypatch.setattr("rankgrad.eval.rank_counts.MEMORY_LIMIT", budget)
+        assert_same(whole, evaluate(embeddings, labels))
+        assert_same(whole, evaluate(embeddings, labels, embeddings, labels, self_index=own))
 
 
 @pytest.mark.parametrize(("count", "dim"), [(4, 5), (40, 128), (514, 33), (700, 512)])
@@ -197,7 +200,7 @@ def test_the_number_of_threads_does_not_matter(threads, most):
         results.append(
             (
                 evaluate(embeddings, labels),
-                evaluate(embeddings, labels, memory_limit=2**21),
+                evaluate(embeddings, labels, memory_limit=2**27),
                 evaluate(embeddings[:90], labels[:90], embeddings, labels),
             )
         )
@@ -220,21 +223,77 @@ def test_a_stop_in_the_middle_leaves_the_threads_as_they_were(threads):
         assert torch.get_num_threads() == 3
 
 
+@pytest.mark.parametrize("scale", [1e30, 1e-30])
+def test_norms_that_overflow_or_underflow_change_nothing(scale):
+    embeddings, labels = ragged(300)
+    plain = evaluate(embeddings, labels)
+    assert plain["R@1"] > 0
+    # a power of two, so that scaling itself does not round
+    factor = 2.0 ** round(np.log2(scale))
+    assert_same(plain, evaluate(embeddings * factor, labels))
+    assert_same(plain, evaluate(embeddings * factor, labels, backend="triton"))
+
+
+def test_ordinary_rows_are_normalised_to_the_same_bits_as_by_torch():
+    rows = torch.randn(500, 33) * torch.logspace(-8, 8, 500)[:, None]
+    rows[7] = 0
+    assert torch.equal(normalize_rows(rows), torch.nn.functional.normalize(rows, dim=1))
+
+
+@pytest.mark.parametrize("kind", [list, np.array, lambda names: np.array(names, dtype=object)])
+def test_strings_are_labels_too(kind):
+    embeddings, labels = exact_batch(60)
+    names = [f"class {label:03}" for label in labels.tolist()]
+    plain, named = (
+        evaluate(embeddings, labels, categories=labels // 4),
+        evaluate(embeddings, kind(names), categories=kind(names)),
+    )
+    assert_same(plain, named)
+    assert {f"class {label:03}": means for label, means in plain.by_class().items()} == named.by_class()
+    assert named.by_category() == named.by_class()
+    gallery = evaluate(embeddings[:20], kind(names[:20]), embeddings[20:], kind(names[20:]))
+    assert_same(evaluate(embeddings[:20], labels[:20], embeddings[20:], labels[20:]), gallery)
+
+
+def test_skipped_queries_are_mentioned_with_their_labels():
+    embeddings = torch.randn(6, 4)
+    alone = evaluate(embeddings, ["a", "a", "b", "c", "a", "a"])
+    assert alone.coverage == "4 queries, 2 skipped (the only items of their classes: 'b', 'c')"
+    assert alone.table().startswith(f"all-vs-all: {alone.coverage}\n")
+    assert "4 queries, 2 skipped, R@1" in repr(alone)
+    one = evaluate(embeddings[:2], ["a", "b"], embeddings, ["a"] * 6)
+    assert one.coverage == "1 query, 1 skipped (no other item of its class in the gallery: 'b')"
+    assert evaluate(embeddings, [0] * 6).coverage == "6 queries"
+
+
+def test_the_smallest_limit_that_is_possible_is_kept_to():
+    embeddings, labels = ragged(1300, most=60)
+    with pytest.raises(ValueError, match="memory_limit must be at least") as refused:
+        evaluate(embeddings, labels, memory_limit=1)
+    least = int(re.search(r"at least (\d+)", str(refused.value))[1])
+    result = evaluate(embeddings, labels, memory_limit=least)
+    assert result.memory <= least
+    assert_same(evaluate(embeddings, labels), result)
+    with pytest.raises(ValueError, match=f"at least {least}"):
+        evaluate(embeddings, labels, memory_limit=least - 1)
+
+
 def test_labels_past_the_precision_of_floats():
     embeddings, labels = exact_batch(50)
     assert_same(evaluate(embeddings, labels), evaluate(embeddings, labels + 2**53))
 
 
 @pytest.mark.parametrize("gallery", [False, True])
-def test_fused_kernels_give_the_same_ranks(gallery):
+def test_fused_kernels_give_the_same_ranks(gallery, monkeypatch):
     embeddings, labels = exact_batch(140, dim=16, classes=40)
     more = (exact_batch(90, dim=16, classes=40, seed=7)) if gallery else ()
     kernels, plain = (evaluate(embeddings, labels, *more, backend=backend, normalize=False) for backend in ("triton", "tiled"))
     assert_same(plain, kernels)
-    assert_same(plain, evaluate(embeddings, labels, *more, backend="triton", normalize=False, memory_limit=1))
+    monkeypatch.setattr("rankgrad.eval.rank_counts.MEMORY_LIMIT", 1)
+    assert_same(plain, evaluate(embeddings, labels, *more, backend="triton", normalize=False))
 
 
-@pytest.mark.parametrize("options", [{}, {"memory_limit": 1}, {"neighbours": 3}, {"category_gain": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"memory_limit": 2**27}, {"neighbours": 3}, {"category_gain": 0.5}])
 def test_progress_goes_up_to_the_end(options):
     embeddings, labels = ragged(700)
     told = []
@@ -307,7 +366,7 @@ def test_the_announced_memory_is_a_number_beforehand():
             ValueError,
             r"labels must be one per row of embeddings, shape \(6,\), got shape \(5,\)",
         ),
-        ({"labels": torch.ones(6)}, TypeError, "labels must be integers, got float32"),
+        ({"labels": torch.ones(6)}, TypeError, "labels must be integers or strings, got float32"),
         ({"labels": torch.arange(6)}, ValueError, "no query has a relevant candidate: 6 queries and 6 candidates"),
         ({"ref_emb": torch.ones(6, 2)}, ValueError, "go together, got ref_emb and no ref_labels"),
         ({"ref_labels": torch.ones(6)}, ValueError, "go together, got ref_labels and no ref_emb"),
@@ -332,6 +391,20 @@ def test_the_announced_memory_is_a_number_beforehand():
         ({"ref_categories": [0] * 6}, ValueError, "ref_categories are only for category_gain"),
         ({"backend": "cuda"}, ValueError, "backend must be one of 'auto', 'triton', 'tiled'"),
         ({"memory_limit": 0}, ValueError, "memory_limit must be at least 1"),
+        ({"memory_limit": 1}, ValueError, r"memory_limit must be at least \d+ \([\d.]+ MiB\) for these embeddings, got 1"),
+        ({"labels": ["a", "b", "a", "", "b", "a"]}, ValueError, "must be a string that is not empty, got ''; missing in row 3"),
+        ({"labels": ["a", None, "a", "b", None, "a"]}, ValueError, "got None; missing in rows 1, 4"),
+        ({"labels": list("abcdef")}, ValueError, "share no label; .* Queries have 'a', 'b', 'c', 'd', 'e' and 1 more"),
+        (
+            {"labels": ["a"] * 6, "ref_emb": torch.ones(3, 2), "ref_labels": [0] * 3},
+            TypeError,
+            "labels and ref_labels must both be integers or both strings",
+        ),
+        (
+            {"labels": ["a"] * 6, "ref_emb": torch.ones(2, 2), "ref_labels": ["b", "c"]},
+            ValueError,
+            "Queries have 'a', the gallery has 'b', 'c'",
+        ),
         ({"neighbours": -1}, ValueError, "neighbours must be at least 0"),
     ],
 )

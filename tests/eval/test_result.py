@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -55,14 +58,14 @@ def test_what_needs_classes_or_categories_says_so():
 
 def test_a_table_begins_with_the_protocol(result):
     lines = result.table(intervals=True).splitlines()
-    assert lines[0] == f"all-vs-all: {len(result.query_index)} queries, {result.skipped} with nothing to find left out"
+    assert lines[0] == f"all-vs-all: {result.coverage}"
     low, high = result.intervals()["mAP"]
     assert f"  mAP       {result['mAP']:.4f}  [{low:.4f}, {high:.4f}] at 95%" in lines
 
 
 def test_intervals_hold_the_mean_narrow_with_queries_and_follow_their_seed(result):
     bounds = result.intervals(samples=300)
-    assert set(bounds) == set(result)
+    assert set(bounds) == set(result) >= {"R@1", "mAP", "mAP@R", "RP", "MRR", "NDCG", "recall@5", "P@5"}
     assert all(low <= result[metric] <= high for metric, (low, high) in bounds.items())
     assert bounds == result.intervals(samples=300) != result.intervals(samples=300, seed=1)
     wide, narrow = (result.intervals(level, samples=300)["mAP"] for level in (0.99, 0.5))
@@ -121,6 +124,28 @@ def test_files_hold_what_the_result_says(result, tmp_path):
     result.save(folder)
     assert json.loads((folder / "result.json").read_text())["split"] == ""
     assert sorted(path.name for path in folder.iterdir()) == ["queries.npz", "result.json"]
+
+
+def test_files_have_the_permissions_that_the_umask_leaves(result, tmp_path):
+    before = os.umask(0o077)
+    try:
+        result.save(tmp_path / "eval", samples=5)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "eval").iterdir()} == {0o600}
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_save(result, tmp_path):
+    code = (
+        "import os, sys, numpy as np, pathlib, rankgrad as rg\n"
+        "np.savez = lambda *given, **named: os.kill(os.getpid(), 9)\n"
+        "rg.evaluate(np.random.rand(8, 2), [0] * 8).save(pathlib.Path(sys.argv[1]), samples=5)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert killed.returncode == -9
+    assert len(list(tmp_path.iterdir())) == 1
+    result.save(tmp_path, samples=5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["queries.npz", "result.json"]
 
 
 def test_a_failed_write_leaves_the_former_file(result, tmp_path, monkeypatch):

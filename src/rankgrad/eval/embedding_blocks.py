@@ -37,6 +37,7 @@ class EmbeddingRows:
     normalize: bool
     name: str  # the argument and the function that error messages name
     caller: str
+    block_numbers: int | None = None  # numbers in a block read at once, BLOCK_NUMBERS by default
 
     @classmethod
     def from_arrays(
@@ -100,7 +101,7 @@ class EmbeddingRows:
 
     def blocks(self, multiple: int) -> list[slice]:
         """Slices that cover all rows, each but the last a multiple of `multiple` long."""
-        size = max(BLOCK_NUMBERS // self.dim // multiple, 1) * multiple
+        size = max((self.block_numbers or BLOCK_NUMBERS) // self.dim // multiple, 1) * multiple
         return [slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
     def _rows(self, block: Array) -> Tensor:
@@ -114,7 +115,19 @@ class EmbeddingRows:
             raise ValueError(
                 f"{self.caller}: {self.name} must be finite, got {bad} NaN or infinite values in one block of rows"
             )
-        return (torch.nn.functional.normalize(rows, dim=1) if self.normalize else rows).float()
+        return (normalize_rows(rows) if self.normalize else rows).float()
+
+
+def normalize_rows(rows: Tensor) -> Tensor:
+    """Scale rows to length 1, also those whose squares overflow or underflow; a row of zeros stays one.
+
+    Rows are brought near 1 by a power of two first, which is exact, so that for ordinary rows the result is that of
+    `torch.nn.functional.normalize` to the last bit.
+    """
+    exponent = torch.frexp(rows.abs().amax(dim=1, keepdim=True)).exponent
+    # in two halves: a single power of two may be out of range itself
+    half = exponent // 2
+    return torch.nn.functional.normalize(rows.ldexp(-half).ldexp(half - exponent), dim=1)
 
 
 @contextmanager

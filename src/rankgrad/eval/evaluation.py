@@ -10,24 +10,21 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from rankgrad._checks import check_choice, check_count, check_not_negative
-from rankgrad.eval.embedding_blocks import BLOCK_NUMBERS, Array, EmbeddingRows, Index, exact_products, row_tile
-from rankgrad.eval.graded import SORTED_NUMBERS
-from rankgrad.eval.metrics import checked_ks, metric_columns
-from rankgrad.eval.protocols import MAX_PAIRS, PROTOCOLS, EvaluationInputs
-from rankgrad.eval.rank_counts import MEMORY_LIMIT, PAIR_BYTES, SameLabelPairs, pair_bytes
+from rankgrad.eval.embedding_blocks import Array, EmbeddingRows, Index, exact_products
+from rankgrad.eval.label_codes import as_integers, encode, list_labels
+from rankgrad.eval.memory_plan import MemoryPlan, plan_memory
+from rankgrad.eval.metrics import checked_ks
+from rankgrad.eval.protocols import PROTOCOLS, EvaluationInputs, planned
+from rankgrad.eval.rank_counts import SameLabelPairs
 from rankgrad.eval.result import Protocol, Result
 from rankgrad.eval.revisited import revisited
 from rankgrad.ops.functional import Backend, resolve
 from rankgrad.ops.rankers import Exact
-from rankgrad.ops.sources import split, tile_side
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with the number of scores done and in all."""
 
 BACKENDS = ("auto", "triton", "tiled")
-
-# Blocks in memory while one is converted to rows, and tiles while one is counted or searched for neighbours.
-BLOCKS_ALIVE, TILES_ALIVE = 3, 64
 
 
 def evaluate(
@@ -48,7 +45,7 @@ def evaluate(
     normalize: bool = True,
     device: torch.device | str | None = None,
     backend: Literal["auto", "triton", "tiled"] = "auto",
-    memory_limit: int = MEMORY_LIMIT,
+    memory_limit: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> Result:
     """All retrieval metrics, exact over whole lists: hits R@k, recall@k, P@k, mAP, mAP@R, RP, MRR and NDCG.
@@ -58,13 +55,13 @@ def evaluate(
 
     Args:
         embeddings: [Q, d] tensor or numpy array; a numpy memmap is read block by block.
-        labels: [Q] integers.
+        labels: [Q] integers or strings.
         ref_emb: [C, d] the gallery, possibly a memmap larger than memory. Without it every item is ranked against all others.
-        ref_labels: [C] integers.
+        ref_labels: [C] labels of the gallery, of the same kind.
         ks: cut-offs, any positive integers.
         protocol: "all-vs-all", "query-gallery" or "vehicleid-official"; by default one of the first two. For
             ROxford and RParis see `revisited`.
-        categories: [Q] a coarser class of each query, for `Result.by_category`; -1 is unknown.
+        categories: [Q] a coarser class of each query, integers with -1 for unknown or strings, for `Result.by_category`.
         ref_categories: [C] that of the gallery, only for `category_gain`.
         self_index: [Q] row of the gallery that is the query itself and is excluded from its list, -1 where there is none.
         category_gain: gain in NDCG of an item that shares the query's category but not its class, which has gain 1.
@@ -74,7 +71,8 @@ def evaluate(
         normalize: scale embeddings to length 1 first.
         device: device to compute on; by default that of `embeddings`.
         backend: "triton" uses fused kernels, "tiled" plain torch; "auto" takes the first on a GPU.
-        memory_limit: bytes for relevant pairs at a time; `expected_memory` predicts the total.
+        memory_limit: bytes that the evaluation may use in addition to the embeddings; a limit that is too small is refused with
+            the least that is possible. By default whatever it needs, which `expected_memory` predicts.
         progress: called with the number of scores done and in all.
     """
     caller = "evaluate"
@@ -92,14 +90,12 @@ def evaluate(
         ks=ks,
         normalize=normalize,
         device=device,
-        memory_limit=memory_limit,
         caller=caller,
     )
     check_count(neighbours, name="neighbours", caller=caller, least=0)
     inputs = replace(
         inputs,
-        categories=_integers(categories, len(inputs.queries), name="categories", of="embeddings", caller=caller),
-        ref_categories=_integers(ref_categories, len(inputs.candidates), name="ref_categories", of="ref_emb", caller=caller),
+        **_categories(inputs, categories, ref_categories, caller),
         category_gain=category_gain,
         neighbours=neighbours,
         repeats=10 if repeats is None else repeats,
@@ -109,14 +105,17 @@ def evaluate(
     )
     check_count(inputs.repeats, name="repeats", caller=caller)
     check_count(inputs.seed, name="seed", caller=caller, least=0)
-    _check_grades(inputs, caller)
+    _check_grades(inputs, caller, given=ref_categories is not None)
     if not _num_relevant(inputs).any():
         raise ValueError(
             f"{caller}: no query has a relevant candidate: {len(inputs.queries)} queries and {len(inputs.candidates)} "
-            "candidates share no label; are labels the classes, one per row?"
+            f"candidates share no label; are labels the classes, one per row? Queries have {_listed(inputs, inputs.labels)}"
+            + ("" if inputs.ref_labels is None else f", the gallery has {_listed(inputs, inputs.ref_labels)}")
         )
+    subsets = chosen.name == "vehicleid-official"
+    inputs = planned(inputs, _plan(inputs, memory_limit, caller, subsets=subsets))
     with exact_products(inputs.queries.device):
-        return chosen.run(replace(inputs, memory=_memory(inputs)))
+        return chosen.run(inputs)
 
 
 def evaluate_table(embeddings: Array, table: Any, *, protocol: str | Protocol | None = None, **options: Any) -> Result:
@@ -180,7 +179,7 @@ def expected_memory(
     *,
     ks: Sequence[int] = (1, 10, 100, 1000),
     self_index: Tensor | ArrayLike | None = None,
-    memory_limit: int = MEMORY_LIMIT,
+    memory_limit: int | None = None,
     device: torch.device | str | None = None,
     backend: Literal["auto", "triton", "tiled"] = "auto",
 ) -> int:
@@ -195,10 +194,9 @@ def expected_memory(
         ks=ks,
         normalize=True,
         device=device,
-        memory_limit=memory_limit,
         caller=caller,
     )
-    return _memory(replace(inputs, kernels=_kernels(inputs, backend, caller)))
+    return _plan(replace(inputs, kernels=_kernels(inputs, backend, caller)), memory_limit, caller).total
 
 
 def _protocol(protocol: str | Protocol | None, *, gallery: bool) -> Protocol:
@@ -229,7 +227,6 @@ def _inputs(
     ks: Sequence[int],
     normalize: bool,
     device: torch.device | str | None,
-    memory_limit: int,
     caller: str,
 ) -> EvaluationInputs:
     if (ref_emb is None) != (ref_labels is None):
@@ -239,38 +236,40 @@ def _inputs(
         raise ValueError(f"{caller}: self_index needs ref_emb; without it query i is candidate i")
     on = embeddings.device if device is None and isinstance(embeddings, Tensor) else torch.device(device or "cpu")
     queries = EmbeddingRows.from_arrays([embeddings], device=on, normalize=normalize, name="embeddings", caller=caller)
-    own_labels = _integers(labels, len(queries), name="labels", of="embeddings", caller=caller)
-    assert own_labels is not None, "labels are not optional"
     cut_offs = checked_ks(ks, caller)
-    check_count(memory_limit, name="memory_limit", caller=caller)
     if ref_emb is None:
-        return EvaluationInputs(queries=queries, labels=own_labels, ks=cut_offs, memory_limit=memory_limit)
+        codes, _, names = encode(labels, len(queries), None, 0, name="labels", caller=caller)
+        return EvaluationInputs(queries=queries, labels=codes, label_names=names, ks=cut_offs)
     gallery = EmbeddingRows.from_arrays(
         [ref_emb], device=on, normalize=normalize, name="ref_emb", caller=caller, dim=queries.dim
     )
-    own_rows = _integers(self_index, len(queries), name="self_index", of="embeddings", caller=caller)
-    if own_rows is not None and own_rows.max() >= len(gallery):
-        raise ValueError(f"{caller}: self_index must be below {len(gallery)}, the rows of ref_emb, got {own_rows.max()}")
+    codes, ref_codes, names = encode(labels, len(queries), ref_labels, len(gallery), name="labels", caller=caller)
+    own_rows = None
+    if self_index is not None:
+        own_rows = as_integers(self_index, len(queries), name="self_index", of="embeddings", caller=caller)
+        if own_rows.max() >= len(gallery):
+            raise ValueError(f"{caller}: self_index must be below {len(gallery)}, the rows of ref_emb, got {own_rows.max()}")
     return EvaluationInputs(
         queries=queries,
-        labels=own_labels,
+        labels=codes,
+        label_names=names,
         gallery=gallery,
-        ref_labels=_integers(ref_labels, len(gallery), name="ref_labels", of="ref_emb", caller=caller),
+        ref_labels=ref_codes,
         self_index=own_rows,
         ks=cut_offs,
-        memory_limit=memory_limit,
     )
 
 
-def _integers(values: Any, items: int, *, name: str, of: str, caller: str) -> Index | None:
-    if values is None:
-        return None
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{caller}: {name} must be integers, got {array.dtype}")
-    if array.shape != (items,):
-        raise ValueError(f"{caller}: {name} must be one per row of {of}, shape ({items},), got shape {array.shape}")
-    return array.astype(np.int64)
+def _categories(inputs: EvaluationInputs, categories: Any, ref_categories: Any, caller: str) -> dict[str, Any]:
+    if categories is None:
+        return {}
+    queries, candidates = len(inputs.queries), len(inputs.candidates)
+    codes, ref_codes, names = encode(categories, queries, ref_categories, candidates, name="categories", caller=caller)
+    return {"categories": codes, "ref_categories": ref_codes, "category_names": names}
+
+
+def _listed(inputs: EvaluationInputs, labels: Index) -> str:
+    return list_labels(labels, inputs.label_names)
 
 
 def _kernels(inputs: EvaluationInputs, backend: Backend, caller: str) -> bool:
@@ -283,9 +282,9 @@ def _kernels(inputs: EvaluationInputs, backend: Backend, caller: str) -> bool:
     return resolve(backend, sample, Exact(), caller=caller) == "triton"
 
 
-def _check_grades(inputs: EvaluationInputs, caller: str) -> None:
+def _check_grades(inputs: EvaluationInputs, caller: str, *, given: bool) -> None:
     if inputs.category_gain is None:
-        if inputs.ref_categories is not None:
+        if given:
             raise ValueError(f"{caller}: ref_categories are only for category_gain, which was not given")
         return
     check_not_negative(inputs.category_gain, name="category_gain", caller=caller)
@@ -299,25 +298,19 @@ def _num_relevant(inputs: EvaluationInputs) -> Index:
     return SameLabelPairs(inputs.labels, inputs.candidate_labels, inputs.self_candidate).num_relevant
 
 
-def _memory(inputs: EvaluationInputs) -> int:
-    """Peak memory: rows in counting order, pairs of one group, blocks, tiles and results."""
-    queries, candidates, dim = len(inputs.queries), len(inputs.candidates), inputs.queries.dim
-    side = tile_side(inputs.queries.device)
-    widths = np.sort(_num_relevant(inputs))
-    symmetric = inputs.gallery is None and not inputs.queries.on_disk
-    height = side if symmetric else row_tile(queries, side)
-    chunk_bytes = [pair_bytes(height, int(widths[chunk.stop - 1])) for chunk in split(queries, height)]
-    pairs = max(min(sum(chunk_bytes), inputs.memory_limit), *chunk_bytes)
-    if inputs.kernels:
-        # rows in float32 and as two float16 halves; all metrics of a slice of pairs
-        rows = 8 * dim * (queries + candidates) + PAIR_BYTES * MAX_PAIRS
-    else:
-        rows = 4 * dim * candidates if symmetric else min(4 * dim * queries, inputs.memory_limit)
-    blocks = BLOCKS_ALIVE * 4 * min(BLOCK_NUMBERS, dim * candidates)
-    order = 16 * 8 * (queries + candidates)
-    results = 2 * 8 * queries * (len(metric_columns(inputs.ks)) + 2 + 2 * inputs.neighbours)
-    sorting = 0 if inputs.category_gain is None else 64 * min(SORTED_NUMBERS, queries * candidates)
-    return rows + pairs + blocks + order + results + sorting + TILES_ALIVE * 4 * side**2
+def _plan(inputs: EvaluationInputs, memory_limit: int | None, caller: str, *, subsets: bool = False) -> MemoryPlan:
+    return plan_memory(
+        inputs.queries,
+        inputs.gallery,
+        _num_relevant(inputs),
+        ks=inputs.ks,
+        neighbours=inputs.neighbours,
+        graded=inputs.category_gain is not None,
+        kernels=inputs.kernels,
+        subsets=subsets,
+        memory_limit=memory_limit,
+        caller=caller,
+    )
 
 
 def separate_unlabelled(labels: Index) -> Index:

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rankgrad.eval.embedding_blocks import EmbeddingRows, Index
 from rankgrad.eval.graded import Grades, graded_ndcg
+from rankgrad.eval.memory_plan import MemoryPlan
 from rankgrad.eval.metrics import (
     DEFINITIONS,
     PositiveRanks,
@@ -23,6 +24,7 @@ from rankgrad.eval.metrics import (
 )
 from rankgrad.eval.nearest import nearest
 from rankgrad.eval.rank_counts import (
+    MAX_PAIRS,
     ListedPairs,
     ProgressCounter,
     RankCounts,
@@ -33,9 +35,6 @@ from rankgrad.eval.rank_counts import (
 )
 from rankgrad.eval.result import Protocol, Result
 
-# Relevant pairs turned into metrics at once: a handful of float64 of each take 0.2 GiB.
-MAX_PAIRS = 2**22
-
 SETTINGS = ("easy", "medium", "hard")
 
 
@@ -45,11 +44,13 @@ class EvaluationInputs:
 
     queries: EmbeddingRows
     labels: Index
+    label_names: tuple[str, ...] | None = None  # of labels that were strings
     gallery: EmbeddingRows | None = None
     ref_labels: Index | None = None
     self_index: Index | None = None  # row of the gallery that is the query itself, -1 where it is not in the gallery
     categories: Index | None = None
     ref_categories: Index | None = None
+    category_names: tuple[str, ...] | None = None
     category_gain: float | None = None
     lists: Mapping[str, Sequence[Index]] = field(default_factory=dict)  # "easy", "hard" and "junk" of every query
     ks: tuple[int, ...]
@@ -57,7 +58,8 @@ class EvaluationInputs:
     neighbours: int = 0
     repeats: int = 10
     seed: int = 0
-    memory_limit: int
+    symmetric: bool = False  # count tiles and their transposes together, for one set of embeddings in memory
+    pair_budget: int = 0  # bytes for relevant pairs at a time
     memory: int = 0
     progress: Callable[[int, int], None] | None = None
 
@@ -77,14 +79,26 @@ class EvaluationInputs:
         return np.full(len(self.queries), -1) if self.self_index is None else self.self_index
 
 
+def planned(inputs: EvaluationInputs, plan: MemoryPlan) -> EvaluationInputs:
+    """The inputs of an evaluation that uses memory according to a plan."""
+    gallery = inputs.gallery
+    return replace(
+        inputs,
+        queries=replace(inputs.queries, block_numbers=plan.block_numbers),
+        gallery=None if gallery is None else replace(gallery, block_numbers=plan.block_numbers),
+        symmetric=plan.symmetric,
+        pair_budget=plan.pair_budget,
+        memory=plan.total,
+    )
+
+
 def evaluate_labels(inputs: EvaluationInputs) -> Result:
     """All against all, or queries against a gallery: candidates with the query's label are relevant."""
     relevance = SameLabelPairs(inputs.labels, inputs.candidate_labels, inputs.self_candidate)
     chosen = np.flatnonzero(relevance.num_relevant)
     candidates = len(inputs.candidates)
-    symmetric = inputs.gallery is None and not inputs.kernels and not inputs.queries.on_disk
     passes = (inputs.category_gain is not None) + (inputs.neighbours > 0)
-    total = ((len(inputs.queries) if symmetric else len(chosen)) + passes * len(chosen)) * candidates
+    total = ((len(inputs.queries) if inputs.symmetric else len(chosen)) + passes * len(chosen)) * candidates
     counter = ProgressCounter(inputs.progress, total)
     columns = _columns(_counted(inputs, relevance, counter), inputs.ks, len(inputs.queries))
     values: dict[str, NDArray[Any]] = {name: column[chosen].astype(type_of(name)) for name, column in columns.items()}
@@ -99,7 +113,10 @@ def evaluate_labels(inputs: EvaluationInputs) -> Result:
         query_index=chosen,
         labels=inputs.labels[chosen],
         categories=None if inputs.categories is None else inputs.categories[chosen],
+        label_names=inputs.label_names,
+        category_names=inputs.category_names,
         skipped=len(inputs.queries) - len(chosen),
+        skipped_labels=np.unique(np.delete(inputs.labels, chosen)),
         memory=inputs.memory,
         notes=notes,
         neighbours=_neighbours(inputs, chosen, counter),
@@ -107,13 +124,13 @@ def evaluate_labels(inputs: EvaluationInputs) -> Result:
 
 
 def _counted(inputs: EvaluationInputs, relevance: SameLabelPairs, progress: ProgressCounter) -> Iterator[RankCounts]:
-    options: Any = {"memory_limit": inputs.memory_limit, "progress": progress}
+    options: Any = {"pair_budget": inputs.pair_budget, "progress": progress}
     if inputs.kernels:
         labels = torch.from_numpy(inputs.labels)
         ref_labels = None if inputs.ref_labels is None else torch.from_numpy(inputs.ref_labels)
         self_index = None if inputs.self_index is None else torch.from_numpy(inputs.self_index)
         return count_with_kernels(inputs.queries, inputs.gallery, labels, ref_labels, self_index, **options)
-    if inputs.gallery is None and not inputs.queries.on_disk:
+    if inputs.symmetric:
         return count_all_vs_all(inputs.queries, torch.from_numpy(inputs.labels), **options)
     return count_against_gallery(inputs.queries, inputs.candidates, relevance, **options)
 
@@ -180,7 +197,7 @@ def vehicleid_official(inputs: EvaluationInputs) -> Result:
             inputs.queries.subset(query),
             inputs.queries.subset(gallery),
             SameLabelPairs(inputs.labels[query], inputs.labels[gallery], None),
-            memory_limit=inputs.memory_limit,
+            pair_budget=inputs.pair_budget,
             progress=counter,
         )
         trials.append({**_columns(counted, inputs.ks, len(query)), "trial": np.full(len(query), float(trial))})
@@ -195,6 +212,8 @@ def vehicleid_official(inputs: EvaluationInputs) -> Result:
         query_index=query_index,
         labels=inputs.labels[query_index],
         categories=None if inputs.categories is None else inputs.categories[query_index],
+        label_names=inputs.label_names,
+        category_names=inputs.category_names,
         memory=inputs.memory,
         deviations={m: float(np.std(values, ddof=1)) for m, values in means.items()} if inputs.repeats > 1 else {},
         notes=(f"{inputs.repeats} random galleries of {len(first):,} ids, seed {inputs.seed}",),
@@ -215,7 +234,7 @@ def evaluate_lists(settings: Sequence[str], inputs: EvaluationInputs) -> Result:
     columns: dict[str, NDArray[np.float64]] = {}
     # an easy or hard item is relevant or excluded, never irrelevant: one count of the irrelevant ones serves all settings
     for found in count_against_gallery(
-        inputs.queries, inputs.candidates, relevance, memory_limit=inputs.memory_limit, progress=counter
+        inputs.queries, inputs.candidates, relevance, pair_budget=inputs.pair_budget, progress=counter
     ):
         step = torch.arange(found.counts.shape[1], device=found.counts.device)
         is_easy = step < torch.from_numpy(num_easy[found.query]).to(step.device)[:, None]

@@ -5,7 +5,7 @@
     count_with_kernels      both of these with the fused kernels, for embeddings in GPU memory
 
 Scores of the positives are computed first, then tiles are counted against them. A few numbers per relevant pair stay in
-memory while tiles are counted, so queries are processed in groups that fit in a memory limit.
+memory while tiles are counted, so queries are processed in groups that fit in a budget of bytes.
 
 Dimension letters:  Q queries   C candidates   B queries of a chunk   Z candidates of a tile   P positives, padded
 """
@@ -32,8 +32,11 @@ from rankgrad.ops.thresholds import BUCKETS_EACH, FEW_THRESHOLDS, MOST_BUCKETS, 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 
-# Default limit of the bytes that relevant pairs take while tiles are counted.
+# Bytes of relevant pairs at a time while tiles are counted, unless a limit of all memory is given.
 MEMORY_LIMIT = 2**29
+
+# Relevant pairs turned into metrics at once: a handful of float64 of each take 0.2 GiB.
+MAX_PAIRS = 2**22
 
 # Bytes of a relevant pair while tiles are counted: its score, its count, sorted copies of both, and what turning counts into
 # metrics takes. A bucket of the counting tables has 4 more.
@@ -166,7 +169,7 @@ def pair_bytes(rows: int, width: int) -> int:
 
 
 def count_all_vs_all(
-    rows: EmbeddingRows, labels: Tensor, *, memory_limit: int, progress: ProgressCounter
+    rows: EmbeddingRows, labels: Tensor, *, pair_budget: int, progress: ProgressCounter
 ) -> Iterator[RankCounts]:
     """Count every row that has a positive as a query against all others."""
     side = tile_side(rows.device)
@@ -176,7 +179,7 @@ def count_all_vs_all(
     chunks = split(len(order), side)
     bands = lists.bands(chunks)
     workers = TileWorkers(rows.device, (side, side))
-    for group in groups_within([pair_bytes(side, band[0]) for band in bands], memory_limit):
+    for group in groups_within([pair_bytes(side, band[0]) for band in bands], pair_budget):
         symmetric = _SymmetricTiles(tiles, lists, chunks, bands, group, workers)
         with workers:
             with_positives = [i for i in group if bands[i][0]]
@@ -253,7 +256,7 @@ def count_against_gallery(
     gallery: EmbeddingRows,
     relevance: RelevantPairs,
     *,
-    memory_limit: int,
+    pair_budget: int,
     progress: ProgressCounter,
 ) -> Iterator[RankCounts]:
     """Count queries that have a positive against a gallery, which is read once per group of queries."""
@@ -274,7 +277,7 @@ def count_against_gallery(
         chunk.count(tile, columns, workers.scratch)
         return len(chunk.query) * _length(columns)
 
-    for group in groups_within(chunk_bytes, memory_limit):
+    for group in groups_within(chunk_bytes, pair_budget):
         with workers:
             members = list(workers.map(score_positives, group))
             for block in gallery.blocks(side):
@@ -360,7 +363,7 @@ def count_with_kernels(
     ref_labels: Tensor | None,
     self_index: Tensor | None,
     *,
-    memory_limit: int,
+    pair_budget: int,
     progress: ProgressCounter,
 ) -> Iterator[RankCounts]:
     """The same counts by fused kernels. Without `candidates` the queries are ranked among themselves."""
@@ -376,7 +379,7 @@ def count_with_kernels(
     chunks = split(len(order), tile_side(device))
     chunk_bytes = [_length(chunk) * int(relevance.num_relevant[order[chunk.stop - 1]]) * PAIR_BYTES for chunk in chunks]
     ranker = Exact()
-    for group in groups_within(chunk_bytes, memory_limit):
+    for group in groups_within(chunk_bytes, pair_budget):
         part = order[chunks[group[0]].start : chunks[group[-1]].stop]
         index = torch.from_numpy(part)
         some = all_candidates[index.to(device)] if candidates is None else queries.take(part)
@@ -392,11 +395,11 @@ def count_with_kernels(
         progress.add(len(part) * len(all_candidates))
 
 
-def groups_within(chunk_bytes: Sequence[int], memory_limit: int) -> Iterator[range]:
-    """Consecutive chunks that together fit in the limit, or one chunk that alone exceeds it."""
+def groups_within(chunk_bytes: Sequence[int], pair_budget: int) -> Iterator[range]:
+    """Consecutive chunks that together fit in the budget, or one chunk that alone exceeds it."""
     start, total = 0, 0
     for i, size in enumerate(chunk_bytes):
-        if i > start and total + size > memory_limit:
+        if i > start and total + size > pair_budget:
             yield range(start, i)
             start, total = i, 0
         total += size

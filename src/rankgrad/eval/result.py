@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankgrad._checks import check_choice, check_count
+from rankgrad._files import atomic_file, replace_file
+from rankgrad._messages import plural
+from rankgrad.eval.label_codes import list_labels
 
 Index = NDArray[np.int64]
 
@@ -41,7 +43,10 @@ class Result(Mapping[str, float]):
     query_index: Index  # row of the embeddings that each query is
     labels: Index | None = None  # of the queries
     categories: Index | None = None
-    skipped: int = 0
+    label_names: tuple[str, ...] | None = None  # of labels given as strings
+    category_names: tuple[str, ...] | None = None
+    skipped: int = 0  # queries without a relevant candidate
+    skipped_labels: Index | None = None  # their labels, each once
     memory: int = 0  # bytes that `expected_memory` predicted
     deviations: Mapping[str, float] = field(default_factory=dict)  # between repeats, where the protocol repeats
     notes: tuple[str, ...] = ()
@@ -65,7 +70,24 @@ class Result(Mapping[str, float]):
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{metric}: {value:.4f}" for metric, value in self.items())
-        return f"Result({self.protocol.name}, {len(self.query_index)} queries, {shown})"
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        return f"Result({self.protocol.name}, {len(self.query_index)} queries{skipped}, {shown})"
+
+    @property
+    def coverage(self) -> str:
+        """How many queries the metrics are means of, and how many were skipped, for which reason."""
+        told = plural(len(self.query_index), "query", "queries")
+        if not self.skipped:
+            return told
+        one = self.skipped == 1
+        reason = {
+            "all-vs-all": "the only item of its class" if one else "the only items of their classes",
+            "query-gallery": f"no other item of {'its class' if one else 'their classes'} in the gallery",
+        }.get(self.protocol.name, "no relevant candidate")
+        named = ""
+        if self.skipped_labels is not None and self.label_names is not None:
+            named = f": {list_labels(self.skipped_labels, self.label_names)}"
+        return f"{told}, {self.skipped:,} skipped ({reason}{named})"
 
     def queries(self, metric: str) -> int:
         """Number of queries that the metric is the mean of."""
@@ -89,14 +111,17 @@ class Result(Mapping[str, float]):
         bounds = bootstrap_intervals(values, units, level=level, samples=samples, seed=seed)
         return {metric: (float(low), float(high)) for metric, (low, high) in zip(self.columns, bounds, strict=True)}
 
-    def by_class(self) -> dict[int, dict[str, float]]:
-        """Means over the queries of each label, and the number of its "queries"."""
-        return self._grouped(self._labels_or_error("by_class"))
+    def by_class(self) -> dict[Any, dict[str, float]]:
+        """Means over the queries of each label, and the number of its "queries"; keys are the labels that were given."""
+        means = self._grouped(self._labels_or_error("by_class"))
+        names = self.label_names
+        return dict(means) if names is None else {names[label]: value for label, value in means.items()}
 
     def by_category(self, names: Sequence[str] = ()) -> dict[str, dict[str, float]]:
         """Means over the queries of each category, by name where `names` has one; -1 is "unlabelled"."""
         if self.categories is None:
             raise ValueError("Result.by_category: no categories were given to the evaluation; pass categories=")
+        names = names or self.category_names or ()
         return {
             "unlabelled" if category == -1 else names[category] if 0 <= category < len(names) else str(category): means
             for category, means in self._grouped(self.categories).items()
@@ -125,7 +150,7 @@ class Result(Mapping[str, float]):
         """Metrics as text, below the name of the protocol."""
         bounds = self.intervals(level) if intervals else {}
         width = max(map(len, self))
-        lines = [f"{self.protocol.name}: {len(self.query_index):,} queries, {self.skipped:,} with nothing to find left out"]
+        lines = [f"{self.protocol.name}: {self.coverage}"]
         for metric, value in self.items():
             line = f"  {metric:<{width}}  {value:.4f}"
             if metric in self.deviations:
@@ -179,8 +204,9 @@ class Result(Mapping[str, float]):
         if self.neighbours is not None:
             arrays["neighbours"], arrays["scores"] = self.neighbours
         # the arrays first: where result.json exists they do too
-        _replace(folder / "queries.npz", lambda path: np.savez(path, **arrays))
-        _replace(folder / "result.json", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+        with atomic_file(folder / "queries.npz") as unfinished:
+            np.savez(unfinished, **arrays)
+        replace_file(folder / "result.json", text + "\n")
 
 
 def bootstrap_intervals(
@@ -224,16 +250,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        temporary.chmod(0o644)  # mkstemp makes it readable for its owner only
-        write(temporary)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -9,12 +9,11 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from rankgrad._checks import check_choice, check_count
-from rankgrad.eval.embedding_blocks import BLOCK_NUMBERS, Array, EmbeddingRows, Index, exact_products, row_tile
+from rankgrad.eval.embedding_blocks import Array, EmbeddingRows, Index, exact_products
+from rankgrad.eval.memory_plan import plan_memory
 from rankgrad.eval.metrics import checked_ks
-from rankgrad.eval.protocols import PROTOCOLS, EvaluationInputs
-from rankgrad.eval.rank_counts import MEMORY_LIMIT, pair_bytes
+from rankgrad.eval.protocols import PROTOCOLS, EvaluationInputs, planned
 from rankgrad.eval.result import Result
-from rankgrad.ops.sources import split, tile_side
 
 CALLER = "revisited"
 
@@ -32,7 +31,7 @@ def revisited(
     neighbours: int = 0,
     normalize: bool = True,
     device: torch.device | str | None = None,
-    memory_limit: int = MEMORY_LIMIT,
+    memory_limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Result:
     """MAP and mP@k of the revisited Oxford and Paris benchmarks, named "mAP[medium]", "mP@10[hard]" and so on.
@@ -49,7 +48,7 @@ def revisited(
         neighbours: number of nearest candidates of each query to keep in the result, including junk.
         normalize: scale embeddings to length 1 first.
         device: device to compute on; by default that of `queries`.
-        memory_limit: bytes for queries and their relevant images at a time.
+        memory_limit: bytes to use in addition to the embeddings; by default whatever is needed.
         progress: called with the number of scores done and in all.
     """
     check_choice(protocol, [name for name in PROTOCOLS if name.startswith("roxford")], name="protocol", caller=CALLER)
@@ -78,12 +77,19 @@ def revisited(
         lists=lists,
         ks=checked_ks(ks, CALLER),
         neighbours=neighbours,
-        memory_limit=memory_limit,
-        memory=_memory(query_rows, gallery_rows, relevant, memory_limit),
         progress=progress,
     )
+    plan = plan_memory(
+        query_rows,
+        gallery_rows,
+        relevant,
+        ks=inputs.ks,
+        neighbours=neighbours,
+        memory_limit=memory_limit,
+        caller=CALLER,
+    )
     with exact_products(on):
-        result = PROTOCOLS[protocol].run(inputs)
+        result = PROTOCOLS[protocol].run(planned(inputs, plan))
     if distractors is None:
         return result
     name = f"{protocol}+distractors"
@@ -102,12 +108,3 @@ def _checked(name: str, lists: Sequence[ArrayLike], queries: int, database: int)
                 f"got {items.min()} to {items.max()}"
             )
     return arrays
-
-
-def _memory(queries: EmbeddingRows, gallery: EmbeddingRows, relevant: Index, memory_limit: int) -> int:
-    side = tile_side(queries.device)
-    height = row_tile(len(queries), side)
-    widths = np.sort(relevant)
-    chunk_bytes = [pair_bytes(height, int(widths[c.stop - 1])) + height * queries.dim * 4 for c in split(len(widths), height)]
-    pairs = max(min(sum(chunk_bytes), memory_limit), *chunk_bytes)
-    return pairs + 3 * 4 * min(BLOCK_NUMBERS, len(gallery) * queries.dim) + 16 * 4 * height * side

@@ -18,12 +18,14 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from rankgrad._checks import check_count
+from rankgrad.eval import rank_counts
 from rankgrad.eval.embedding_blocks import Array, EmbeddingRows, Index, exact_products, row_tile
 from rankgrad.eval.evaluation import evaluate_table, separate_unlabelled
+from rankgrad.eval.memory_plan import BLOCKS_ALIVE, TILES_ALIVE, limit_error
 from rankgrad.eval.metrics import PositiveRanks, checked_ks, metric_columns, per_query
 from rankgrad.eval.nearest import candidates_of, hide_self, scores_of, sort_keys
 from rankgrad.eval.protocols import PROTOCOLS, type_of
-from rankgrad.eval.rank_counts import MEMORY_LIMIT, PositiveCounts, ProgressCounter, SameLabelPairs, groups_within, pair_bytes
+from rankgrad.eval.rank_counts import PositiveCounts, ProgressCounter, SameLabelPairs, groups_within, pair_bytes
 from rankgrad.eval.result import Result
 from rankgrad.ops.sources import split, tile_side
 
@@ -51,7 +53,7 @@ def evaluate_sharded(
     neighbours: int = 0,
     normalize: bool = True,
     device: torch.device | str | None = None,
-    memory_limit: int = MEMORY_LIMIT,
+    memory_limit: int | None = None,
     group: "dist.ProcessGroup | None" = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Result | None:
@@ -70,7 +72,8 @@ def evaluate_sharded(
         neighbours: number of nearest candidates of each query to keep.
         normalize: scale embeddings to length 1 first.
         device: device to compute on, one that the group's backend can send from; by default that of `embeddings`.
-        memory_limit: bytes for relevant pairs at a time; with less the gallery is sent more often.
+        memory_limit: bytes that each process may use in addition to its embeddings; with less the gallery is sent more often.
+            By default whatever is needed.
         group: process group, by default all processes.
         progress: called with the number of scores of this process done and in all.
     """
@@ -114,7 +117,7 @@ class _ShardedEvaluation:
         shard: _ShardTable,
         ks: tuple[int, ...],
         neighbours: int,
-        memory_limit: int,
+        memory_limit: int | None,
         group: "dist.ProcessGroup | None",
     ) -> None:
         self.rows, self.ks, self.memory_limit, self.group = rows, ks, memory_limit, group
@@ -151,7 +154,7 @@ class _ShardedEvaluation:
         chunks = [order[chunk] for chunk in split(len(order), self.height)]
         widths = [int(self.relevance.num_relevant[chunk].max()) for chunk in chunks]
         chunk_bytes = [pair_bytes(self.height, width) + 4 * self.height * self.rows.dim for width in widths]
-        groups = list(groups_within(chunk_bytes, self.memory_limit))
+        groups = list(groups_within(chunk_bytes, self._pair_budget(max(chunk_bytes, default=0))))
         rounds = torch.tensor(len(groups), device=self.rows.device)
         dist.all_reduce(rounds, dist.ReduceOp.MAX, group=self.group)
         counter = ProgressCounter(progress, len(order) * len(self.gallery))
@@ -170,6 +173,22 @@ class _ShardedEvaluation:
                     counter.add(len(member.query) * len(block))
             parts += [member.columns() for member in members]
         return self._gathered(parts)
+
+    def _pair_budget(self, largest_chunk: int) -> int:
+        if self.memory_limit is None:
+            return rank_counts.MEMORY_LIMIT
+        fixed = (
+            16 * 8 * (len(self.labels) + len(self.gallery))
+            + 2 * 8 * len(self.shard_queries) * (len(metric_columns(self.ks)) + 2 + 2 * self.k)
+            + TILES_ALIVE * 4 * self.side**2
+            + BLOCKS_ALIVE * 4 * self.rows.dim * self.rows.blocks(self.side)[0].stop
+        )
+        # all processes raise or none: one that left would keep the others waiting
+        least = torch.tensor(fixed + largest_chunk, device=self.rows.device)
+        dist.all_reduce(least, dist.ReduceOp.MAX, group=self.group)
+        if self.memory_limit < int(least):
+            raise limit_error(self.memory_limit, int(least), CALLER)
+        return self.memory_limit - int(fixed)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """The gallery block by block, each with its first candidate; all processes get the same blocks in the same order."""
@@ -209,6 +228,7 @@ class _ShardedEvaluation:
             labels=self.labels[row],
             categories=None if self.categories is None else self.categories[row],
             skipped=len(self.query_rows) - len(row),
+            skipped_labels=np.unique(self.labels[np.setdiff1d(self.query_rows, row)]),
             neighbours=near,
         )
 

@@ -93,7 +93,7 @@ def _ranks(evaluation: Evaluation, asking: Index) -> Iterator[Index]:
         EmbeddingRows.from_arrays([rows], device=torch.device("cpu"), normalize=True, name="embeddings", caller="report")
         for rows in (embeddings[asking], everyone)
     )
-    for found in count_against_gallery(queries, candidates, relevance, memory_limit=MEMORY_LIMIT, progress=ProgressCounter()):
+    for found in count_against_gallery(queries, candidates, relevance, pair_budget=MEMORY_LIMIT, progress=ProgressCounter()):
         ranked = PositiveRanks.from_counts(found.counts, found.valid)
         yield ranked.rank.masked_fill(~ranked.valid, 0).numpy()
 
