@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import warnings
@@ -292,7 +293,7 @@ def test_what_a_killed_process_left_is_swept_away_and_what_another_still_writes_
     cache = tmp_path / "cache"
     open_images(folder, side=24, cache=cache, square=False)
     (whole,) = cache.glob("*.u8")
-    left, written = (cache / f"{whole.stem}-{name}.tmp" for name in ("left", "written"))
+    left, written = (cache / f".writing-{token}-{whole.name}" for token in ("0123abcd", "4567abcd"))
     left.write_bytes(b"half of it")
     whole.unlink()
     with written.open("wb") as file:
@@ -316,7 +317,7 @@ def test_a_full_disk_is_said_beforehand(folder, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(image_cache.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(
-        OSError, match=r"fake/train decoded takes 0\.0 MB, which cannot be written to .*: only 0\.0 MB are free"
+        OSError, match=r"fake/train takes 1\d\.\d KiB when decoded, which cannot be written to .*: only 1000 B are free"
     ):
         open_images(folder, side=24, cache=tmp_path / "cache", square=False)
     assert not list((tmp_path / "cache").iterdir())
@@ -326,8 +327,8 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(folder, tmp_path, monkeypatc
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(image_cache.os, "fsync", full)
-    with pytest.raises(OSError, match=r"cannot be written to .*: No space left on device; nothing was left there"):
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"cannot be written to .*: the disk or quota is full; nothing was left there"):
         open_images(folder, side=24, cache=tmp_path / "cache", square=False)
     assert not list((tmp_path / "cache").iterdir())
     monkeypatch.undo()
@@ -347,29 +348,39 @@ def test_a_real_limit_on_file_sizes_is_a_sentence(folder, tmp_path):
     )
     run = [sys.executable, "-c", code, str(folder.root), str(tmp_path / "cache")]
     said = subprocess.run(run, check=True, capture_output=True, text=True).stdout
-    assert "File too large; nothing was left there. Give another cache folder" in said
+    assert "the disk or quota is full; nothing was left there. Give another cache folder" in said
     assert not list((tmp_path / "cache").iterdir())
 
 
 def test_an_unwritable_cache_is_a_sentence(folder, tmp_path):
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(OSError, match=r"cannot be written to .*file: .*Give another cache folder, or None"):
+    with pytest.raises(OSError, match=r"cannot be written to .*file: .*Give another cache folder, or none"):
         open_images(folder, side=24, cache=tmp_path / "file", square=False)
 
 
 def test_too_little_memory_is_said(folder, monkeypatch):
-    monkeypatch.setattr(image_cache, "available_memory", lambda: 2000)
+    monkeypatch.setattr(image_cache, "available_bytes", lambda: 2000)
     with pytest.raises(
-        ValueError, match=r"fake/train decoded takes 0\.0 MB of memory and 0\.0 MB are free; give a cache folder"
+        ValueError, match=r"fake/train takes 10\.1 KiB of memory when decoded, and 2\.0 KiB are free; give a cache folder"
     ):
         open_images(folder, side=24, cache=None, square=True)
 
 
-def test_memory_is_known_here():
-    assert image_store.available_memory() is None or image_store.available_memory() > 2**20
+def test_a_buffer_knows_whether_it_fits(monkeypatch):
     store = store_of(RAGGED)
-    assert store.fits_on("cpu")
-    assert not store.fits_on("cpu", share=1e-9) or image_store.available_memory() is None
+    for free, fits in ((store.nbytes * 2, True), (store.nbytes * 2 - 1, False), (None, True)):
+        monkeypatch.setattr(image_store, "available_bytes", lambda _, free=free: free)
+        assert store.fits_on("cpu") == fits
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_cache_files_have_the_permissions_that_the_umask_leaves(folder, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        open_images(folder, side=24, cache=tmp_path / "cache", square=False)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "cache").iterdir()} == {0o666 & ~umask}
 
 
 BAD = {

@@ -8,7 +8,6 @@ A batch of crops is made on the device that holds the buffer. An epoch reads a f
 after `.to("cuda")`, nothing at all: 60,000 images of 256 x 256 take 11.8 GB.
 """
 
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rankgrad._checks import check_count, check_tensor, shape_of
+from rankgrad._device import available_bytes
 from rankgrad.data.image_files import ImageDecoder, map_images, or_raise
 from rankgrad.data.prefetch import with_progress
 from rankgrad.data.table import Table
@@ -35,7 +35,7 @@ class ImageBuffer:
         flat: uint8, the images one after the other, each as [3, height, width], then at least as many bytes as the widest
             image is wide. In memory, mapped from a file, or on a GPU.
         shapes: [N, 2] int64 height and width, on the CPU.
-        skipped: one sentence for each image of the table that could not be read.
+        skipped: one message for each image of the table that could not be read.
     """
 
     def __init__(self, flat: Tensor, shapes: Tensor, skipped: tuple[str, ...] = ()) -> None:
@@ -69,9 +69,8 @@ class ImageBuffer:
         return ImageBuffer(self.flat.to(device), self.shapes, self.skipped)
 
     def fits_on(self, device: torch.device | str, share: float = 0.5) -> bool:
-        """Whether the buffer takes no more than `share` of the memory that is free there, which a model needs too."""
-        device = torch.device(device)
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+        """Whether the buffer takes at most `share` of the memory that is free there; a model needs some, too."""
+        free = available_bytes(device)
         return free is None or self.nbytes <= share * free
 
     def crops(self, index: Tensor, boxes: Tensor, flip: Tensor, size: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -79,19 +78,19 @@ class ImageBuffer:
 
         A box is resampled by one matrix from the left and one from the right, whose rows are triangles as wide as a target
         pixel, or as a source pixel where that is wider. So enlarging is bilinear interpolation and shrinking averages:
-        torchvision's `resized_crop` with antialias. Pixel centres lie at halves, and nothing outside the box is seen. Boxes of
-        size x size whole pixels are copied.
+        torchvision's `resized_crop` with antialias. Pixel centres lie at halves, and nothing outside the box contributes. Boxes
+        of size x size whole pixels are copied.
 
         Args:
             index: [B] rows, any order, repeats allowed.
-            boxes: [B, 4] left, top, width, height in pixels of the stored image, not necessarily whole. What reaches over
-                the image's edge repeats the edge.
+            boxes: [B, 4] left, top, width, height in pixels of the stored image, not necessarily whole. Outside of the
+                image its edge is repeated.
             flip: [B] bool, mirror left and right.
             size: height and width of the result.
             dtype: torch.float32, or torch.uint8 for rounded values.
 
         Returns:
-            [B, 3, size, size], 0 .. 255. With `index`, `boxes` and `flip` on the CPU, nobody waits for a GPU.
+            [B, 3, size, size], 0 .. 255. With `index`, `boxes` and `flip` on the CPU, it does not synchronise with a GPU.
         """
         index, boxes, flip = self._checked(index, boxes, flip, size, dtype)
         result = torch.empty(len(index), 3, size, size, dtype=dtype, device=self.device)
@@ -164,7 +163,7 @@ class _Span:
 
     @classmethod
     def of(cls, begin: Tensor, extent: Tensor, length: Tensor) -> "_Span":
-        # a box wholly outside sees the nearest pixel
+        # a box entirely outside gets the nearest pixel
         first = begin.floor().long().clamp(min=0).minimum(length - 1)
         last = (begin + extent).ceil().long().minimum(length).maximum(first + 1)
         return cls(first, last - first)
@@ -182,7 +181,7 @@ def _runs_gathered(flat: Tensor, starts: Tensor, width: int) -> Tensor:
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for what it is doing."""
+    """Copy to the device without synchronising."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
@@ -218,7 +217,7 @@ def _weights(begin: Tensor, extent: Tensor, count: Tensor, window: int, size: in
 
 
 def bytes_needed(shapes: Tensor) -> int:
-    """Length of the buffer of `ImageBuffer`."""
+    """Length of the buffer for images of these shapes."""
     return int(3 * shapes.prod(dim=1).sum()) + (int(shapes[:, 1].max()) if len(shapes) else 0)
 
 
@@ -231,10 +230,10 @@ class OnDemandImages(Dataset[Tensor]):
     Args:
         table: files or pixels.
         size: height and width of an item.
-        side: length of the short side (square: of both) to which an image is brought before its box is cut out.
-        square: whether the aspect ratio is given up.
-        shapes: [N, 2] heights and widths at `side`, when they are known; else the heads of all files are read now.
-        progress: show it on stderr when reading them takes more than two seconds.
+        side: length of the short side (`square`: of both) to which an image is resized before it is cropped.
+        square: resize to side x side, whatever the aspect ratio.
+        shapes: [N, 2] heights and widths at `side` if known; otherwise the headers of all files are read now.
+        progress: show progress on stderr if that takes more than two seconds.
         workers: threads that read them; by default one per core, 16 at most.
     """
 
@@ -267,24 +266,9 @@ class OnDemandImages(Dataset[Tensor]):
         from PIL import Image
 
         row, (left, top, width, height), flip = item
-        # cut before it is resized, so that nothing outside the box is averaged in
-        cut = self._decoder.image(row).crop((round(left), round(top), round(left + width), round(top + height)))
-        shown = cut.resize((self.size, self.size), Image.Resampling.BILINEAR)
+        # cropped before it is resized, so that nothing outside the box is averaged in
+        crop = self._decoder.image(row).crop((round(left), round(top), round(left + width), round(top + height)))
+        shown = crop.resize((self.size, self.size), Image.Resampling.BILINEAR)
         if flip:
             shown = shown.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         return torch.from_numpy(np.asarray(shown).transpose(2, 0, 1).copy())
-
-
-def available_memory() -> int | None:
-    """Bytes that a process may still take, by the machine and by the container around it; None where nobody says."""
-    known = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        known += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        group = Path("/sys/fs/cgroup")
-        limit, used = ((group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
-        if limit != "max":
-            known.append(max(int(limit) - int(used), 0))
-    except (OSError, ValueError):
-        pass
-    return min(known, default=None)
