@@ -147,6 +147,13 @@ def serve(arguments: list[str]) -> int:
     return run(arguments)
 
 
+def duplicates(arguments: list[str]) -> int:
+    """Find near-duplicates and likely label errors among embedded images."""
+    from rankgrad.cli.duplicates_command import main as run
+
+    return run(arguments)
+
+
 def export(arguments: list[str]) -> int:
     """Write the network of a run for use elsewhere."""
     from rankgrad.cli.search_commands import main_export as run
@@ -177,6 +184,7 @@ VERBS: Mapping[str, Verb] = {
     "index": index,
     "search": search,
     "serve": serve,
+    "duplicates": duplicates,
     "export": export,
     "figures": figures,
     "detect": detect,
