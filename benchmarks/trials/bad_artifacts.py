@@ -1,4 +1,4 @@
-"""What the library itself has written, come back damaged or from a stranger: weights, checkpoints, runs, tests, embeddings."""
+"""What training writes, damaged or forged: weights, checkpoints, recipe files."""
 
 import contextlib
 import hashlib
@@ -12,31 +12,29 @@ from pathlib import Path
 from typing import Any
 
 import fake_datasets
-import numpy as np
 import torch
 from safetensors.torch import save
 
-from benchmarks.trials.bad_images import BAD, ODD
-from benchmarks.trials.corruption import Program, copy_tree, damaged, hostile_pickle, put, replaced
+from benchmarks.trials.corruption import (
+    MaliciousPickle,
+    copy_tree,
+    damaged,
+    edit_json,
+    edit_line,
+    malicious_pickle,
+    put,
+    random_entry,
+    replaced,
+)
 from benchmarks.trials.fuzz_case import Case, command
 from rankgrad.models import ModelSpec, build_model
 from rankgrad.recipes.catalogue import find
-from rankgrad.report.page import page
-from rankgrad.report.run_reader import read_runs
 from rankgrad.runs.data_cache import DataCache, RunContext
 from rankgrad.runs.pipeline import load_run, start_run
-from rankgrad.search import Gallery, Searcher, build_index, embed_images, folder_of_images, open_run
+from rankgrad.search import build_index, embed_images, folder_of_images, open_run
 from rankgrad.train.checkpoints import MANIFEST, STATE, WEIGHTS, RunFolder
 
 CPU = torch.device("cpu")
-# values that JSON can hold and nobody expects
-ODD_VALUES: tuple[Any, ...] = (
-    *(None, True, -1, 0, 1.5, 10**30, 10**400, 1e308, float("nan"), float("inf"), "", "x", "../../etc", "/etc/passwd"),
-    *("step-x", "a\0b", "x" * 5000, "<script>alert(1)</script>", [], [1, [2]], {}, {"x": {"y": None}}),
-)
-
-
-ODD_ROWS = ("", "a", "0,../../../etc/passwd,x,", "0,/etc/passwd,x,", "0,a\0b,x,", '"')
 
 
 class Runs:
@@ -67,49 +65,6 @@ class Runs:
             gallery = embed_images(network, images, made, ids="csv" if ids == "csv" else "parquet", shown=False)
             build_index(gallery, made, kind="hnsw", shown=False)
         return copy_tree(made, folder)
-
-
-def changed_json(content: Any, rng: random.Random) -> tuple[str, bytes]:
-    """An object with one value of another kind, missing or added, or text that is no such object."""
-    draw = rng.random()
-    if draw < 0.15:
-        text = rng.choice(("", "{", "[]", "null", '"x"', "[" * 100_000, '{"a":' * 100_000, "1" * 5000, "\ufeff{}", "{'a': 1}"))
-        return f"the text {text[:10]!r}", text.encode()
-    if draw < 0.3:
-        return damaged(json.dumps(content).encode(), rng)
-    where, owner, key = _somewhere(content, rng)
-    if rng.random() < 0.25:
-        del owner[key]
-        return f"{where} gone", json.dumps(content).encode()
-    owner[key] = rng.choice(ODD_VALUES)
-    return f"{where} = {str(owner[key])[:20]!r}", json.dumps(content).encode()
-
-
-def _somewhere(content: Any, rng: random.Random) -> tuple[str, Any, Any]:
-    """A random place inside: its name, what holds it, and under which key."""
-    owner, path = content, list[str]()
-    while True:
-        key = rng.choice(sorted(owner)) if isinstance(owner, dict) else rng.randrange(len(owner))
-        path.append(str(key))
-        if not (isinstance(owner[key], (dict, list)) and owner[key]) or rng.random() < 0.3:
-            return ".".join(path), owner, key
-        owner = owner[key]
-
-
-def edit_json(path: Path, rng: random.Random) -> str:
-    """Changes a JSON file of one object."""
-    what, content = changed_json(json.loads(path.read_text(encoding="utf-8")), rng)
-    put(path, content)
-    return what
-
-
-def edit_line(path: Path, rng: random.Random) -> str:
-    """Changes one object of a file that has one a line."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    row = rng.randrange(len(lines))
-    what, content = changed_json(json.loads(lines[row]), rng)
-    put(path, "\n".join(lines[:row]).encode() + b"\n" + content + b"\n" + "\n".join(lines[row + 1 :]).encode())
-    return f"line {row + 1}: {what}"
 
 
 class Weights:
@@ -155,9 +110,9 @@ class Weights:
 
     def _hostile(self, canary: Path, rng: random.Random) -> bytes:
         if rng.random() < 0.5:
-            return hostile_pickle(canary, rng)
+            return malicious_pickle(canary, rng)
         file = io.BytesIO()
-        torch.save({**self.good, "optimizer": Program(canary)}, file, _use_new_zipfile_serialization=rng.random() < 0.7)
+        torch.save({**self.good, "optimizer": MaliciousPickle(canary)}, file, _use_new_zipfile_serialization=rng.random() < 0.7)
         return file.getvalue()
 
     def _lying_head(self, rng: random.Random) -> tuple[str, bytes, bool]:
@@ -263,13 +218,13 @@ class Checkpoints:
             what, content = damaged(path.read_bytes(), rng)
             return f"{what}, signed", content
         if rng.random() < 0.4:
-            return "a program in it, signed", hostile_pickle(canary, rng)
+            return "a program in it, signed", malicious_pickle(canary, rng)
         state = torch.load(path, weights_only=True)
         part = rng.choice(sorted(state))
         # what is inside the optimizer and the loss is theirs; of the rest every place
         owner, key = state, part
         if part in ("position", "settings", "identity") and rng.random() < 0.7:
-            part, owner, key = _somewhere(state[part], rng)
+            part, owner, key = random_entry(state[part], rng)
         if rng.random() < 0.3:
             del owner[key]
             what = f"{part} gone, signed"
@@ -330,134 +285,3 @@ class RecipeFiles:
             )
         )
         return Case(f"recipe.json: {what}", call, ("recipe.json", str(folder / "nowhere")))
-
-
-class Reports:
-    """Everything that `rankgrad report` reads. It leaves out what it cannot read, says so, and shows no label as HTML."""
-
-    name = "reports"
-
-    def __init__(self, good: Runs) -> None:
-        self.good = good
-
-    def case(self, rng: random.Random, folder: Path, canary: Path) -> Case:
-        run = self.good.run(folder)
-        test = run / "eval" / "test"
-        path = rng.choice(
-            (
-                *(run / "recipe.json", run / "journal.jsonl", run / "checkpoints" / "best.json", test / "result.json"),
-                *(test / "queries.npz", test / "queries.npz", test / "table.csv", test / "table.csv", test / "embeddings.npy"),
-            )
-        )
-        what = self._changed(path, canary, rng)
-        if path.name == "recipe.json":
-            what += self._other_pictures(test, folder / "images", rng)
-        return Case(f"{path.relative_to(run)}: {what}", partial(_report, run), (path.name, str(run)))
-
-    def _changed(self, path: Path, canary: Path, rng: random.Random) -> str:
-        draw = rng.random()
-        if draw < 0.1:
-            return replaced(path, rng)
-        if draw < 0.4:
-            what, content = damaged(path.read_bytes(), rng)
-            put(path, content)
-            return what
-        if path.suffix == ".json":
-            return edit_json(path, rng)
-        if path.suffix == ".jsonl":
-            return edit_line(path, rng)
-        if path.suffix == ".csv":
-            rows = path.read_text(encoding="utf-8").splitlines()
-            row = rng.randrange(len(rows))
-            script = "<script>alert(1)</script>"
-            rows[row] = rng.choice(("", "a", "../../../etc/passwd,1,,1,1", f"{script},{script},,1,1", '"', "," * 90))
-            put(path, "\n".join(rows).encode())
-            return f"line {row + 1}: {rows[row][:20]!r}"
-        return _changed_arrays(path, canary, rng)
-
-    def _other_pictures(self, test: Path, images: Path, rng: random.Random) -> str:
-        """The pictures themselves are of another kind."""
-        result = json.loads((test / "result.json").read_text(encoding="utf-8"))
-        listed = [line.split(",")[0] for line in (test / "table.csv").read_text(encoding="utf-8").splitlines()]
-        what = rng.choice((*BAD, *ODD))
-        content = {**BAD, **ODD}[what](rng)
-        for name in listed[1:]:
-            put(images / name, content)
-        put(test / "result.json", json.dumps({**result, "root": str(images)}).encode())
-        return f"; pictures are {what}"
-
-
-def _changed_arrays(path: Path, canary: Path, rng: random.Random) -> str:
-    """Arrays of other shapes and types, and objects where numbers should be."""
-    arrays = dict(np.load(path)) if path.suffix == ".npz" else {"": np.load(path)}
-    name = rng.choice(sorted(arrays))
-    array = arrays[name]
-    what, new = rng.choice(
-        (
-            ("a row too few", array[:-1]),
-            ("no rows", array[:0]),
-            ("another axis", array[None]),
-            ("a single number", np.array(3)),
-            ("texts", array.astype(str)),
-            ("complex", array.astype(np.complex64)),
-            ("nan", np.full(array.shape, np.nan)),
-            ("infinities", np.full(array.shape, -np.inf)),
-            ("negative", np.full(array.shape, -5)),
-            ("huge", np.full(array.shape, 2**62)),
-            ("zeros", np.zeros_like(array)),
-            ("booleans", array.astype(bool)),
-            ("dates", np.zeros(array.shape, "M8[s]")),
-            ("records", np.zeros(array.shape, [("a", "i4"), ("b", "f4")])),
-        )
-    )
-    if rng.random() < 0.15:
-        what, new = "a program in it", np.array([Program(canary)] * len(array), dtype=object)
-    file = io.BytesIO()
-    if path.suffix == ".npz":
-        np.savez(file, **{**arrays, name: new})
-    else:
-        np.save(file, new)
-    put(path, file.getvalue())
-    return f"{name} {what}"
-
-
-def _report(run: Path) -> None:
-    html = page(read_runs([run]))
-    assert "<script" not in html
-
-
-class Embeddings:
-    """Folders that `rankgrad embed` and `rankgrad index` wrote."""
-
-    name = "embeddings"
-
-    def __init__(self, good: Runs) -> None:
-        self.good = good
-
-    def case(self, rng: random.Random, folder: Path, canary: Path) -> Case:
-        ids = rng.choice(("parquet", "csv"))
-        place = self.good.embeddings(folder, ids)
-        path = place / rng.choice(("embeddings.npy", f"ids.{ids}", f"ids.{ids}", "embedding.json", "index.json", "index.faiss"))
-        draw = rng.random()
-        if draw < 0.1:
-            what = replaced(path, rng)
-        elif path.suffix == ".json" and draw < 0.8:
-            what = edit_json(path, rng)
-        elif path.suffix == ".npy" and draw < 0.6:
-            what = _changed_arrays(path, canary, rng)
-        elif path.suffix == ".csv" and draw < 0.6:
-            rows = path.read_text(encoding="utf-8").splitlines()
-            row = rng.randrange(len(rows))
-            rows[row] = rng.choice((*ODD_ROWS, "," * 90, "x" * 200_000))
-            put(path, "\n".join(rows).encode())
-            what = f"line {row + 1}: {rows[row][:30]!r}"
-        else:
-            what, content = damaged(path.read_bytes(), rng)
-            put(path, content)
-        call = rng.choice((partial(Gallery.open, place), partial(_search, place), partial(command, "index", str(place))))
-        return Case(f"{path.name}: {what}", call, (path.name, str(place)))
-
-
-def _search(place: Path) -> None:
-    searcher = Searcher.open(place)
-    searcher.search(np.array(searcher.gallery.embeddings[:2]), 3)

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.trials.bad_artifacts import Runs
 from benchmarks.trials.bad_datasets import LAYOUTS, Trees
 from benchmarks.trials.bad_images import BAD
-from benchmarks.trials.corruption import hostile_pickle, malformed_lines, put
+from benchmarks.trials.corruption import malformed_lines, malicious_pickle, put
 from benchmarks.trials.fuzz_case import Case, RefusedByCommandError
 from benchmarks.trials.tiny_run import COMMAND
 
@@ -71,7 +71,7 @@ class Commands:
     def _weights(self, rng: random.Random, folder: Path, canary: Path) -> tuple[Sequence[str], str, Sequence[str]]:
         path = folder / f"found.{rng.choice(('pt', 'pth', 'safetensors'))}"
         what = rng.choice(("a program", "noise"))
-        put(path, hostile_pickle(canary, rng) if what == "a program" else rng.randbytes(500))
+        put(path, malicious_pickle(canary, rng) if what == "a program" else rng.randbytes(500))
         return self._training(self.good.copy("folder", folder), folder, "--weights", str(path)), what, (path.name,)
 
     def _recipe_file(self, rng: random.Random, folder: Path, canary: Path) -> tuple[Sequence[str], str, Sequence[str]]:

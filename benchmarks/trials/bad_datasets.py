@@ -11,7 +11,7 @@ from typing import Any
 import fake_datasets
 import numpy as np
 
-from benchmarks.trials.corruption import copy_tree, damaged, hostile_pickle, malformed_lines, put, replaced
+from benchmarks.trials.corruption import copy_tree, damaged, malformed_lines, malicious_pickle, put, replaced
 from benchmarks.trials.fuzz_case import Case, command
 from rankgrad.data.readers import check_data, read
 
@@ -139,7 +139,7 @@ class Annotations:
         content = pickle.loads(path.read_bytes())
         draw = rng.random()
         if draw < 0.3:
-            put(path, hostile_pickle(canary, rng, content))
+            put(path, malicious_pickle(canary, rng, content))
             return "a program in it", True
         if draw < 0.55:
             what, raw = damaged(path.read_bytes(), rng)

@@ -1,14 +1,22 @@
 """What happens to files: on disks, in transfers, in editors, and in the hands of people who mean harm."""
 
+import json
 import os
 import pickle
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # what stands for a path that leads out of its folder
 OUTSIDE = ("/etc/passwd", "../../../etc/passwd", "a/../../b.jpg", "\\\\server\\share\\x.jpg", "C:\\x.jpg", "..")
+
+# values that JSON can hold and nobody expects
+ODD_VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1.5, 10**30, 10**400, 1e308, float("nan"), float("inf"), "", "x", "../../etc", "/etc/passwd"),
+    *("step-x", "a\0b", "x" * 5000, "<script>alert(1)</script>", [], [1, [2]], {}, {"x": {"y": None}}),
+)
 
 
 def put(path: Path, content: bytes) -> None:
@@ -102,7 +110,7 @@ def replaced(path: Path, rng: random.Random) -> str:
     return what
 
 
-class Program:
+class MaliciousPickle:
     """A pickle of it runs a program where it is trusted: the program leaves `canary` behind."""
 
     def __init__(self, canary: Path) -> None:
@@ -112,12 +120,12 @@ class Program:
         return os.system, (f"touch '{self.canary}'",)
 
 
-def hostile_pickle(canary: Path, rng: random.Random, around: object = None) -> bytes:
+def malicious_pickle(canary: Path, rng: random.Random, around: object = None) -> bytes:
     """A pickle with a program in it, alone or somewhere in an honest value."""
-    program = Program(canary)
-    value: object = rng.choice((program, [program], {"state_dict": program}, {"a": 1, "b": (program,)}))
+    payload = MaliciousPickle(canary)
+    value: object = rng.choice((payload, [payload], {"state_dict": payload}, {"a": 1, "b": (payload,)}))
     if isinstance(around, dict):
-        value = {**around, rng.choice(sorted(around)): program}
+        value = {**around, rng.choice(sorted(around)): payload}
     return pickle.dumps(value, protocol=rng.choice((0, 2, 4)))
 
 
@@ -258,3 +266,46 @@ _LINE_DAMAGES: Mapping[str, LineDamage] = {
     "damaged bytes": lambda lines, row, separator, rng: damaged(_file(lines), rng)[1],
 }
 MUST_BE_REFUSED = frozenset({"a huge line", "a NUL byte", "no UTF-8", "a lone surrogate", "UTF-16", "a line twice", "no lines"})
+
+
+def changed_json(content: Any, rng: random.Random) -> tuple[str, bytes]:
+    """An object with one value of another kind, missing or added, or text that is no such object."""
+    draw = rng.random()
+    if draw < 0.15:
+        text = rng.choice(("", "{", "[]", "null", '"x"', "[" * 100_000, '{"a":' * 100_000, "1" * 5000, "\ufeff{}", "{'a': 1}"))
+        return f"the text {text[:10]!r}", text.encode()
+    if draw < 0.3:
+        return damaged(json.dumps(content).encode(), rng)
+    where, owner, key = random_entry(content, rng)
+    if rng.random() < 0.25:
+        del owner[key]
+        return f"{where} gone", json.dumps(content).encode()
+    owner[key] = rng.choice(ODD_VALUES)
+    return f"{where} = {str(owner[key])[:20]!r}", json.dumps(content).encode()
+
+
+def random_entry(content: Any, rng: random.Random) -> tuple[str, Any, Any]:
+    """A random place inside: its name, what holds it, and under which key."""
+    owner, path = content, list[str]()
+    while True:
+        key = rng.choice(sorted(owner)) if isinstance(owner, dict) else rng.randrange(len(owner))
+        path.append(str(key))
+        if not (isinstance(owner[key], (dict, list)) and owner[key]) or rng.random() < 0.3:
+            return ".".join(path), owner, key
+        owner = owner[key]
+
+
+def edit_json(path: Path, rng: random.Random) -> str:
+    """Changes a JSON file of one object."""
+    what, content = changed_json(json.loads(path.read_text(encoding="utf-8")), rng)
+    put(path, content)
+    return what
+
+
+def edit_line(path: Path, rng: random.Random) -> str:
+    """Changes one object of a file that has one a line."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    row = rng.randrange(len(lines))
+    what, content = changed_json(json.loads(lines[row]), rng)
+    put(path, "\n".join(lines[:row]).encode() + b"\n" + content + b"\n" + "\n".join(lines[row + 1 :]).encode())
+    return f"line {row + 1}: {what}"

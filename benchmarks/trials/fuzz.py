@@ -1,4 +1,4 @@
-"""Hands wrong files and settings to the library's public doors and judges every answer.
+"""Pass malformed files and settings to the library's entry points and judge every answer.
 
     python -m benchmarks.trials.fuzz --cases 1200 --commands 36
 
@@ -17,12 +17,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.trials.bad_artifacts import Checkpoints, Embeddings, RecipeFiles, Reports, Runs, Weights
+from benchmarks.trials.bad_artifacts import Checkpoints, RecipeFiles, Runs, Weights
 from benchmarks.trials.bad_commands import Commands
 from benchmarks.trials.bad_datasets import Annotations, Folders, Lists, Trees
 from benchmarks.trials.bad_images import Landmarks, Pictures
+from benchmarks.trials.bad_outputs import Embeddings, Reports
 from benchmarks.trials.bad_settings import Flags
 from benchmarks.trials.fuzz_case import Kind, Verdict, judge
+from rankgrad._messages import table
 
 # memory that a case may ask for beyond what the process has; a file that wants more has lied about its size
 MEMORY = 6 << 30
@@ -84,13 +86,11 @@ class Tally:
         names = list(dict.fromkeys(kind for kind, _ in self.counts))
         bad = [outcome for outcome in dict.fromkeys(outcome for _, outcome in self.counts) if outcome not in OUTCOMES]
         columns = (*OUTCOMES, *bad)
-        width = max(map(len, names))
-        lines = ["  ".join(["kind".ljust(width), "cases", *columns])]
+        rows = []
         for name in (*names, "all"):
             counts = [sum(self.counts[kind, column] for kind in names if name in (kind, "all")) for column in columns]
-            numbers = (f"{count:{len(column)}}" for count, column in zip(counts, columns, strict=True))
-            lines.append("  ".join([name.ljust(width), f"{sum(counts):5}", *numbers]))
-        return "\n".join(lines)
+            rows.append([name, str(sum(counts)), *map(str, counts)])
+        return table(["kind", "cases", *columns], rows)
 
 
 def run_cases(root: Path, cases: Mapping[str, int], seed: int) -> Tally:

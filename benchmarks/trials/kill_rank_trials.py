@@ -4,7 +4,7 @@ Every job is a real `rankgrad train --processes N`, whose ranks decode with proc
 whole job must end by itself within `SECONDS`, with a status that is not 0 and, as its last line, which rank it was, where the
 last checkpoint is and how to go on; nothing that the job has started may live on.
 
-The killed lives of a run have N processes. The last one has N, or 1, or 2 N. With N the run must be the one that nobody
+The killed attempts of a run have N processes. The last one has N, or 1, or 2 N. With N the run must be the one that nobody
 killed to the last bit. With another number it must be so up to the change. The first step after it must have the same loss but
 for the rounding of one step, which no other batch would have, and so must the steps, metrics and weights that follow but for
 what training makes of that rounding.
@@ -20,12 +20,12 @@ from typing import Any
 import job_processes
 from safetensors.torch import load_file
 
-from benchmarks.trials.kill_trials import Trials
-from benchmarks.trials.run_lifecycle import LONGEST_LIFE, Life, Process, Watch, differences, moment, outcome, stage
+from benchmarks.trials.kill_trials import KillTrials
+from benchmarks.trials.run_lifecycle import TIMEOUT, Attempt, Observer, Process, await_kill_point, differences, outcome, stage
 from rankgrad.train.checkpoints import WEIGHTS, RunFolder
 from rankgrad.train.journal import entries
 
-RANK_AIMS = ("start", "decode", "step", "evaluation", "checkpoint", "step", "test", "any moment")
+RANK_KILL_POINTS = ("start", "decode", "step", "evaluation", "checkpoint", "step", "test", "any moment")
 # decodes images anew whenever they are shown, in processes that a rank starts; the others do it once, before they step
 DECODES_ALWAYS = "simix"
 # in which a job must have ended; torchrun gives a survivor 30 s to notice
@@ -42,82 +42,84 @@ FIRST_STEP, LATER_STEPS = 1e-5, 1e-2
 OF_WEIGHTS, OF_METRICS = 2e-2, 2e-2
 
 
-class RankTrials(Trials):
+class KillRankTrials(KillTrials):
     """Kills one rank of a run until there were enough kills."""
 
-    def __init__(self, root: Path, seed: int, *, aims: Sequence[str], processes: int) -> None:
-        super().__init__(root, seed, aims=aims)
+    def __init__(self, root: Path, seed: int, *, kill_points: Sequence[str], processes: int) -> None:
+        super().__init__(root, seed, kill_points=kill_points)
         self.processes = processes
         self.longest, self.longest_orphan = 0.0, 0.0
         self.by_rank: Counter[int] = Counter()
-        self.last_lives: Counter[int] = Counter()
+        self.last_attempts: Counter[int] = Counter()
         self.furthest: dict[str, float] = {}
         self._numbers: list[int] = []
-        self._lives = 0
+        self._attempts = 0
 
     def start(self, variant: str, folder: Path, processes: int | None = None) -> Process:
         given = [*self.command(variant, folder), "--processes", str(processes or self.processes), "--workers", "1"]
-        # a new one for every life that is killed, so that each has images to decode; of two such flags the last counts
+        # a new one for every attempt that is killed, so that each has images to decode; of two such flags the last counts
         given += ["--cache", str(self._cache)]
         if variant == DECODES_ALWAYS and "--resume" not in given:
             given += ["--decode", "always"]
-        return Process(given, self.root / "said.txt", environment={MARK: str(folder)})
+        return Process(given, self.root / "output.txt", environment={MARK: str(folder)})
 
     @property
     def _cache(self) -> Path:
-        return self.root / f"cache-{self._lives}"
+        return self.root / f"cache-{self._attempts}"
 
-    def live(self, variant: str, watch: Watch, aim: str) -> Life:
-        self._lives += 1
-        watch.cache = self._cache
-        before = watch.lives()
-        process = self.start(variant, watch.folder)
+    def attempt(self, variant: str, observer: Observer, kill_point: str) -> Attempt:
+        self._attempts += 1
+        observer.cache = self._cache
+        before = observer.starts()
+        process = self.start(variant, observer.folder)
         try:
-            return self._struck(process, variant, watch, aim, before)
+            return self._kill_rank(process, variant, observer, kill_point, before)
         finally:
             process.kill()
 
-    def _struck(self, process: Process, variant: str, watch: Watch, aim: str, before: int) -> Life:
-        """Kills a rank when the run is where `aim` says, and sees how the job ends."""
-        life, rank = Life(aim), self.rng.randrange(self.processes)
-        there = _all_ranks(process, watch.folder, self.processes)
-        if aim == "decode" and variant == DECODES_ALWAYS:
-            aim = "step"
-        # of a whole life, a part of which has passed
-        reached = moment(aim, watch, before, self.rng, 0.8 * self.seconds[variant], 0.3 * self.seconds[variant])
-        deadline = time.monotonic() + LONGEST_LIFE
+    def _kill_rank(self, process: Process, variant: str, observer: Observer, kill_point: str, before: int) -> Attempt:
+        """Kills a rank when the run is where `kill_point` says, and sees how the job ends."""
+        attempt, rank = Attempt(kill_point), self.rng.randrange(self.processes)
+        there = _all_ranks(process, observer.folder, self.processes)
+        if kill_point == "decode" and variant == DECODES_ALWAYS:
+            kill_point = "step"
+        # of a whole attempt, a part of which has passed
+        reached = await_kill_point(
+            kill_point, observer, before, self.rng, 0.8 * self.seconds[variant], 0.3 * self.seconds[variant]
+        )
+        deadline = time.monotonic() + TIMEOUT
         while process.poll() is None and time.monotonic() < deadline and not next(reached):
-            watch.look()
+            observer.update()
         if time.monotonic() >= deadline:
-            life.problems.append(f"hung for {LONGEST_LIFE:.0f} s")
-        doing = stage(watch, before)
+            attempt.problems.append(f"hung for {TIMEOUT:.0f} s")
+        doing = stage(observer, before)
         if not job_processes.killed(there[rank]):
             process.wait()
-            return life
+            return attempt
         struck = time.monotonic()
         process.wait(SECONDS)
-        life.hit, took = doing, time.monotonic() - struck
-        orphans = _ended_orphans(watch.folder)
-        watch.look()
+        attempt.hit, took = doing, time.monotonic() - struck
+        orphans = _ended_orphans(observer.folder)
+        observer.update()
         self.by_rank[rank] += 1
         self.longest = max(self.longest, took)
         self.longest_orphan = max(self.longest_orphan, time.monotonic() - struck)
-        problems = _complaints(process, rank, self.processes, watch)
+        problems = _complaints(process, rank, self.processes, observer)
         if took >= SECONDS:
             problems.append(f"the job had not ended after {SECONDS:.0f} s")
         if orphans:
             problems.append(f"{orphans} processes lived on")
-        life.problems += [f"rank {rank} killed while {doing}: {problem}" for problem in problems]
-        return life
+        attempt.problems += [f"rank {rank} killed while {doing}: {problem}" for problem in problems]
+        return attempt
 
     def end(self, variant: str, folder: Path) -> list[str]:
         if not self._numbers:
             self._numbers = self.rng.sample((1, self.processes, 2 * self.processes), 3)
         number = self._numbers.pop()
-        self.last_lives[number] += 1
+        self.last_attempts[number] += 1
         process = self.start(variant, folder, number)
         if process.wait():
-            return [f"could not be resumed with {number} processes, status {process.status}: {process.last_words()}"]
+            return [f"could not be resumed with {number} processes, status {process.status}: {process.last_output()}"]
         if number == self.processes:
             return differences(outcome(folder), self.references[variant])
         return self.distances(variant, folder)
@@ -140,15 +142,15 @@ class RankTrials(Trials):
                 first = step == changed_at + 1
                 what, limit = ("first loss", FIRST_STEP) if first else ("later losses", LATER_STEPS)
                 problems += self._too_far(what, f"the loss of step {step}", distance, limit)
-        never = self.never(variant)
-        ours, theirs = (load_file(RunFolder(path).checkpoint("last").folder / WEIGHTS) for path in (folder, never))
+        reference = self.reference_folder(variant)
+        ours, theirs = (load_file(RunFolder(path).checkpoint("last").folder / WEIGHTS) for path in (folder, reference))
         for name, weights in theirs.items():
             distance = float((ours[name] - weights).norm() / weights.norm().clamp(min=1e-6))
             problems += self._too_far("weights", name, distance, OF_WEIGHTS)
         pairs = [(ours, theirs) for (_, ours), (_, theirs) in zip(found["evaluations"], expected["evaluations"], strict=True)]
-        if _best(folder) == _best(never):
+        if _best(folder) == _best(reference):
             # where an image more made another checkpoint the best, another one is tested
-            pairs.append((_tested(folder), _tested(never)))
+            pairs.append((_tested(folder), _tested(reference)))
         for metrics, wanted in pairs:
             for name, value in wanted.items():
                 problems += self._too_far("metrics", name, abs(metrics[name] - value), OF_METRICS)
@@ -160,23 +162,23 @@ class RankTrials(Trials):
 
     def remarks(self) -> list[str]:
         by_rank = ", ".join(f"rank {rank} {self.by_rank[rank]}" for rank in range(self.processes))
-        lives = ", ".join(f"{self.last_lives[number]} with {number}" for number in sorted(self.last_lives))
+        attempts = ", ".join(f"{self.last_attempts[number]} with {number}" for number in sorted(self.last_attempts))
         far = ", ".join(f"{what} {distance:.1e}" for what, distance in self.furthest.items())
         return [
             f"killed: {by_rank}; jobs ended at most {self.longest:.1f} s later, all they started {self.longest_orphan:.1f} s",
-            f"last lives: {lives} processes; differences with another number than {self.processes}: {far or 'none'}",
+            f"last attempts: {attempts} processes; differences with another number than {self.processes}: {far or 'none'}",
         ]
 
 
 def _all_ranks(process: Process, mark: Path, processes: int) -> dict[int, int]:
     """Process ids by rank, when all are there."""
-    deadline = time.monotonic() + LONGEST_LIFE
+    deadline = time.monotonic() + TIMEOUT
     while process.poll() is None and time.monotonic() < deadline:
         found = job_processes.ranks(mark)
         if len(found) == processes:
             return found
         time.sleep(0.02)
-    raise RuntimeError(f"{processes} ranks did not start: {process.last_words()}")
+    raise RuntimeError(f"{processes} ranks did not start: {process.last_output()}")
 
 
 def _ended_orphans(mark: Path) -> int:
@@ -187,16 +189,16 @@ def _ended_orphans(mark: Path) -> int:
     return sum(map(job_processes.killed, found))
 
 
-def _complaints(process: Process, rank: int, processes: int, watch: Watch) -> list[str]:
-    """What a job that lost a rank has said wrongly."""
-    run, said = RunFolder(watch.folder), process.said()
-    begun = (watch.folder / "recipe.json").is_file()
+def _complaints(process: Process, rank: int, processes: int, observer: Observer) -> list[str]:
+    """What is wrong with the output of a job that lost a rank."""
+    run, output = RunFolder(observer.folder), process.output()
+    begun = (observer.folder / "recipe.json").is_file()
     way = f"{run.way_on()} --processes {processes}" if begun else "Nothing of the run was written: start it again"
     expected = f"rankgrad train: rank {rank} of {processes} processes was ended by SIGKILL; {run.last_good()}. {way}"
     problems = [] if process.status else ["the job's status is 0"]
-    if not said.endswith(expected):
-        problems.append(f"it should have said {expected!r} and not {process.last_words()!r}")
-    return problems + [f"it said {word!r}: {said[-1500:]}" for word in ("Traceback", "terminate called") if word in said]
+    if not output.endswith(expected):
+        problems.append(f"it should have printed {expected!r} and not {process.last_output()!r}")
+    return problems + [f"it printed {word!r}: {output[-1500:]}" for word in ("Traceback", "terminate called") if word in output]
 
 
 def _best(folder: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""Runs of one process, killed and resumed; a run that lost nothing is the one that nobody killed, to the last bit."""
+"""Runs of one process, killed and resumed; one that lost nothing equals the uninterrupted run bit for bit."""
 
 import random
 import shutil
@@ -10,78 +10,79 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.trials.run_lifecycle import (
-    LONGEST_LIFE,
     STAGES,
-    Life,
+    TIMEOUT,
+    Attempt,
+    Observer,
     Process,
-    Watch,
+    await_kill_point,
     complaints_after_kill,
     differences,
-    moment,
     outcome,
     stage,
 )
 from benchmarks.trials.tiny_run import VARIANTS, arguments, make_data
+from rankgrad._messages import table
 
 EPOCHS, CHECKPOINT_EVERY = 10, 3
-AIMS = ("step", "evaluation", "checkpoint", "step", "evaluation", "checkpoint", "pointer", "test", "start", "any moment")
+KILL_POINTS = ("step", "evaluation", "checkpoint", "step", "evaluation", "checkpoint", "pointer", "test", "start", "any moment")
 
 
-def kill_one(process: Process, watch: Watch, aim: str, rng: random.Random, seconds: float, before: int) -> Life:
-    """Kills a process of the run when it is where `aim` says; the run had been started or resumed `before` times."""
-    deadline = time.monotonic() + LONGEST_LIFE
-    reached = moment(aim, watch, before, rng, seconds, 0.8 * seconds)
+def kill_one(process: Process, observer: Observer, kill_point: str, rng: random.Random, seconds: float, before: int) -> Attempt:
+    """Kills a process of the run when it is where `kill_point` says; the run had been started or resumed `before` times."""
+    deadline = time.monotonic() + TIMEOUT
+    reached = await_kill_point(kill_point, observer, before, rng, seconds, 0.8 * seconds)
     try:
         while process.poll() is None and time.monotonic() < deadline and not next(reached):
-            watch.look()
+            observer.update()
         hung = time.monotonic() >= deadline
     finally:
         process.kill()
-    watch.look()
-    life = Life(aim)
+    observer.update()
+    attempt = Attempt(kill_point)
     if hung:
-        life.problems.append(f"hung for {LONGEST_LIFE:.0f} s")
+        attempt.problems.append(f"hung for {TIMEOUT:.0f} s")
     elif process.status == -signal.SIGKILL:
-        life.hit = stage(watch, before)
+        attempt.hit = stage(observer, before)
     elif process.status:
-        life.problems.append(f"ended by itself with status {process.status}: {process.last_words()}")
-    return life
+        attempt.problems.append(f"ended by itself with status {process.status}: {process.last_output()}")
+    return attempt
 
 
-class Trials:
+class KillTrials:
     """Kills runs until there were enough kills, and counts where they hit."""
 
-    def __init__(self, root: Path, seed: int, *, aims: Sequence[str] = AIMS, forked: bool = False) -> None:
-        self.root, self.rng, self.aims, self.forked = root, random.Random(seed), aims, forked
+    def __init__(self, root: Path, seed: int, *, kill_points: Sequence[str] = KILL_POINTS, forked: bool = False) -> None:
+        self.root, self.rng, self.kill_points, self.forked = root, random.Random(seed), kill_points, forked
         self.data = make_data(root / "data")
         self.references: dict[str, dict[str, Any]] = {}
         self.seconds: dict[str, float] = {}
         self.hits: Counter[tuple[str, str]] = Counter()
         self.runs, self.late = 0, 0
         self.failures: list[str] = []
-        self._aims: list[str] = []
+        self._remaining: list[str] = []
 
     @property
     def kills(self) -> int:
         return sum(self.hits.values())
 
-    def refer(self, variants: Sequence[str]) -> None:
+    def run_references(self, variants: Sequence[str]) -> None:
         """Train each variant once without a kill."""
         for variant in variants:
             began = time.monotonic()
-            process = self.start(variant, self.never(variant))
+            process = self.start(variant, self.reference_folder(variant))
             if process.wait():
-                raise RuntimeError(f"{variant} could not be trained without a kill: {process.last_words()}")
+                raise RuntimeError(f"{variant} could not be trained without a kill: {process.last_output()}")
             self.seconds[variant] = time.monotonic() - began
-            self.references[variant] = outcome(self.never(variant))
+            self.references[variant] = outcome(self.reference_folder(variant))
 
-    def never(self, variant: str) -> Path:
-        """The folder of the run that nobody kills."""
-        return self.root / f"never-{variant}"
+    def reference_folder(self, variant: str) -> Path:
+        """The folder of the uninterrupted run."""
+        return self.root / f"reference-{variant}"
 
     def start(self, variant: str, folder: Path) -> Process:
         """Starts the run, or resumes it where there is something to resume."""
-        return Process(self.command(variant, folder), self.root / "said.txt", forked=self.forked)
+        return Process(self.command(variant, folder), self.root / "output.txt", forked=self.forked)
 
     def command(self, variant: str, folder: Path) -> list[str]:
         """Arguments of `rankgrad`."""
@@ -89,53 +90,51 @@ class Trials:
             return ["train", "--resume", str(folder), "--device", "cpu", "--cache", "none", "--no-tensorboard"]
         return arguments(self.data, folder, variant, epochs=EPOCHS, checkpoint_every=CHECKPOINT_EVERY)
 
-    def live(self, variant: str, watch: Watch, aim: str) -> Life:
-        """A life of the run that a kill ends."""
-        before = watch.lives()
-        return kill_one(self.start(variant, watch.folder), watch, aim, self.rng, self.seconds[variant], before)
+    def attempt(self, variant: str, observer: Observer, kill_point: str) -> Attempt:
+        """One attempt, which a kill ends."""
+        before = observer.starts()
+        return kill_one(self.start(variant, observer.folder), observer, kill_point, self.rng, self.seconds[variant], before)
 
     def end(self, variant: str, folder: Path) -> list[str]:
-        """The life that nobody kills; what is wrong with the run then."""
+        """The last attempt, which is not killed; what is wrong with the run then."""
         process = self.start(variant, folder)
         if process.wait():
-            return [f"could not be resumed, status {process.status}: {process.last_words()}"]
+            return [f"could not be resumed, status {process.status}: {process.last_output()}"]
         return differences(outcome(folder), self.references[variant])
 
     def run_one(self, variant: str, kills: int) -> list[str]:
         """A run that is killed `kills` times and then ends; what was wrong with it."""
         folder = self.root / f"run-{self.runs}-{variant}"
         self.runs += 1
-        watch, problems, done = Watch(folder), list[str](), 0
+        observer, problems, done = Observer(folder), list[str](), 0
         while done < kills and not problems:
-            life = self.live(variant, watch, self._aim())
-            problems += life.problems
-            if life.hit is None:
+            attempt = self.attempt(variant, observer, self._next_kill_point())
+            problems += attempt.problems
+            if attempt.hit is None:
                 # the process was faster than the kill: the run is over, or nearly
                 self.late += 1
                 break
             done += 1
-            self.hits[variant, life.hit] += 1
-            problems += complaints_after_kill(watch)
+            self.hits[variant, attempt.hit] += 1
+            problems += complaints_after_kill(observer)
         if not problems:
             problems += self.end(variant, folder)
         if not problems:
             shutil.rmtree(folder)
         return [f"{folder.name} after {done} kills: {problem}" for problem in problems]
 
-    def _aim(self) -> str:
-        if not self._aims:
-            self._aims = self.rng.sample(self.aims, len(self.aims))
-        return self._aims.pop()
+    def _next_kill_point(self) -> str:
+        if not self._remaining:
+            self._remaining = self.rng.sample(self.kill_points, len(self.kill_points))
+        return self._remaining.pop()
 
     def table(self) -> str:
         """Kills by stage and variant."""
-        width = max(map(len, STAGES))
-        lines = ["  ".join(["killed while".ljust(width), *(f"{variant:>8}" for variant in VARIANTS), "     all"])]
-        for name in STAGES:
-            counts = [self.hits[variant, name] for variant in VARIANTS]
-            lines.append("  ".join([name.ljust(width), *(f"{count:8}" for count in (*counts, sum(counts)))]))
-        totals = [sum(self.hits[variant, name] for name in STAGES) for variant in VARIANTS]
-        return "\n".join([*lines, "  ".join(["all".ljust(width), *(f"{count:8}" for count in (*totals, self.kills))])])
+        counts = {name: [self.hits[variant, name] for variant in VARIANTS] for name in STAGES}
+        counts["all"] = [sum(column) for column in zip(*counts.values(), strict=True)]
+        return table(
+            ["killed while", *VARIANTS, "all"], [[name, *map(str, row), str(sum(row))] for name, row in counts.items()]
+        )
 
     def remarks(self) -> list[str]:
         """What else was measured."""

@@ -1,4 +1,4 @@
-"""The lives of a run: started, watched from outside until it is where a kill shall hit, and compared when all is over."""
+"""The lifecycle of a run: started, observed from outside until a kill point, killed, resumed, and compared at the end."""
 
 import contextlib
 import hashlib
@@ -24,8 +24,8 @@ from rankgrad.train.checkpoints import MANIFEST, STATE, UNFINISHED, RunFolder
 from rankgrad.train.errors import TrainingError
 from rankgrad.train.journal import entries
 
-# a life of this run takes some seconds; one that takes minutes hangs
-LONGEST_LIFE = 300.0
+# an attempt of this run takes some seconds; one that takes minutes hangs
+TIMEOUT = 300.0
 THREADS = torch.get_num_threads()
 STAGES = (
     "starting",
@@ -41,7 +41,7 @@ STAGES = (
 )
 
 
-class Watch:
+class Observer:
     """What can be seen of a run from outside while it goes on; of decoding, if it has a cache of its own."""
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
@@ -50,7 +50,7 @@ class Watch:
         self.named = 0
         """The highest step that last.json was seen to name."""
 
-    def look(self) -> None:
+    def update(self) -> None:
         pointer = RunFolder(self.folder).pointer("last")
         if pointer is not None:
             self.named = max(self.named, int(pointer["step"]))
@@ -76,7 +76,7 @@ class Watch:
         """Whether decoded images are being written."""
         return self.cache is not None and any(self.cache.glob("*.tmp"))
 
-    def lives(self) -> int:
+    def starts(self) -> int:
         """How often the run was started or resumed."""
         with contextlib.suppress(FileNotFoundError):
             return sum(entry["kind"] in ("start", "resume") for entry in entries(self.folder / "journal.jsonl"))
@@ -84,10 +84,10 @@ class Watch:
 
 
 @dataclass
-class Life:
+class Attempt:
     """A run from its start or resumption to a kill."""
 
-    aim: str
+    kill_point: str
     hit: str | None = None
     """Where the kill hit; None where the run had ended before."""
     problems: list[str] = field(default_factory=list)
@@ -97,17 +97,17 @@ class Process:
     """`rankgrad` with some arguments: a new interpreter, or a fork of this one. What it prints goes to a file."""
 
     def __init__(
-        self, arguments: Sequence[str], said: Path, *, forked: bool = False, environment: Mapping[str, str] | None = None
+        self, arguments: Sequence[str], output: Path, *, forked: bool = False, environment: Mapping[str, str] | None = None
     ) -> None:
-        self._said = said
+        self._output = output
         if forked:
             # a fork of a process that has threads for its sums would wait for them, which are not there
             torch.set_num_threads(1)
             self.number = os.fork()
             if self.number == 0:
-                _live(arguments, said)
+                _run_forked(arguments, output)
         else:
-            with said.open("wb") as file:
+            with output.open("wb") as file:
                 actions = [(os.POSIX_SPAWN_DUP2, file.fileno(), descriptor) for descriptor in (1, 2)]
                 self.number = os.posix_spawn(
                     COMMAND[0], [*COMMAND, *arguments], {**os.environ, **(environment or {})}, file_actions=actions
@@ -115,7 +115,7 @@ class Process:
         self.status: int | None = None
 
     def poll(self) -> int | None:
-        """The exit status, minus the signal that ended it; None while it lives."""
+        """The exit status, minus the signal that ended it; None while it runs."""
         if self.status is None:
             number, status = os.waitpid(self.number, os.WNOHANG)
             self.status = os.waitstatus_to_exitcode(status) if number else None
@@ -127,29 +127,29 @@ class Process:
             os.kill(self.number, signal.SIGKILL)
             self.status = os.waitstatus_to_exitcode(os.waitpid(self.number, 0)[1])
 
-    def wait(self, seconds: float = LONGEST_LIFE) -> int | None:
-        """Until it ends; a life that takes minutes hangs and is ended."""
+    def wait(self, seconds: float = TIMEOUT) -> int | None:
+        """Until it ends; an attempt that takes minutes hangs and is ended."""
         deadline = time.monotonic() + seconds
         while self.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         self.kill()
         return self.status
 
-    def said(self) -> str:
+    def output(self) -> str:
         """All that it printed."""
-        return self._said.read_text(encoding="utf-8", errors="replace").strip()
+        return self._output.read_text(encoding="utf-8", errors="replace").strip()
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The end of what it printed."""
-        return self.said()[-500:]
+        return self.output()[-500:]
 
 
-def _live(arguments: Sequence[str], said: Path) -> NoReturn:
-    """The life of a fork; nothing of its parent's is cleaned up at its end."""
+def _run_forked(arguments: Sequence[str], output: Path) -> NoReturn:
+    """Run in a fork; nothing of its parent's is cleaned up at its end."""
     status = 1
     try:
         torch.set_num_threads(THREADS)
-        descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         status = rankgrad_command(list(arguments))
@@ -161,42 +161,44 @@ def _live(arguments: Sequence[str], said: Path) -> NoReturn:
         os._exit(status)
 
 
-def moment(aim: str, watch: Watch, lives: int, rng: random.Random, seconds: float, starting: float) -> Iterator[bool]:
-    """False until the moment to kill has come. What is aimed at lasts milliseconds, so this looks without pause.
+def await_kill_point(
+    kill_point: str, observer: Observer, starts: int, rng: random.Random, seconds: float, starting: float
+) -> Iterator[bool]:
+    """Yield False until the kill point is reached. It lasts milliseconds, so this polls without pause.
 
     Args:
-        aim: where the kill shall hit, one of `kill_process.AIMS` or `kill_rank.RANK_AIMS`.
-        watch: of the run.
-        lives: how often it had been started or resumed before.
+        kill_point: where the kill shall hit, one of `KILL_POINTS` or `RANK_KILL_POINTS`.
+        observer: of the run.
+        starts: how often it had been started or resumed before.
         rng: draws how long to wait.
-        seconds: that a whole life takes.
+        seconds: that a whole attempt takes.
         starting: seconds until it steps.
     """
     began = time.monotonic()
-    if aim in ("any moment", "start"):
-        until = began + rng.uniform(0.0, seconds if aim == "any moment" else starting)
+    if kill_point in ("any moment", "start"):
+        until = began + rng.uniform(0.0, seconds if kill_point == "any moment" else starting)
         while time.monotonic() < until:
             time.sleep(0.002)
             yield False
-    elif aim == "decode":
-        yield from _seen(watch.decoding)
+    elif kill_point == "decode":
+        yield from _seen(observer.decoding)
     else:
         # how much of the run is to pass before the kill; a run that is nearly over may end first
-        skipped = 0 if aim == "test" else rng.randrange(12)
-        yield from _seen(lambda: watch.lives() > lives)
+        skipped = 0 if kill_point == "test" else rng.randrange(12)
+        yield from _seen(lambda: observer.starts() > starts)
         for _ in range(skipped):
-            size = watch.size()
-            yield from _seen(lambda size=size: watch.size() != size)
+            size = observer.size()
+            yield from _seen(lambda size=size: observer.size() != size)
         signs: dict[str, Callable[[], bool]] = {
-            "step": lambda: watch.last_entry().get("kind") in ("step", "checkpoint", "resume"),
-            "evaluation": lambda: watch.last_entry().get("kind") == "epoch",
-            "checkpoint": lambda: bool(watch.unfinished()),
-            "pointer": lambda: any(name.endswith((".json", "-deleted")) for name in watch.unfinished()),
-            "test": lambda: watch.last_entry().get("kind") == "end",
+            "step": lambda: observer.last_entry().get("kind") in ("step", "checkpoint", "resume"),
+            "evaluation": lambda: observer.last_entry().get("kind") == "epoch",
+            "checkpoint": lambda: bool(observer.unfinished()),
+            "pointer": lambda: any(name.endswith((".json", "-deleted")) for name in observer.unfinished()),
+            "test": lambda: observer.last_entry().get("kind") == "end",
         }
-        yield from _seen(signs[aim])
+        yield from _seen(signs[kill_point])
         # an evaluation takes 10 ms here, a checkpoint and a step 20 each, the final test 200
-        longest = {"evaluation": 0.008, "checkpoint": 0.015, "pointer": 0.0, "step": 0.02, "test": 0.15}[aim]
+        longest = {"evaluation": 0.008, "checkpoint": 0.015, "pointer": 0.0, "step": 0.02, "test": 0.15}[kill_point]
         until = time.monotonic() + rng.uniform(0.0, longest)
         while time.monotonic() < until:
             yield False
@@ -210,39 +212,39 @@ def _seen(sign: Callable[[], bool]) -> Iterator[bool]:
         yield False
 
 
-def stage(watch: Watch, lives: int) -> str:
+def stage(observer: Observer, starts: int) -> str:
     """What the run is doing, or a dead one was doing, from its files."""
-    left = watch.unfinished()
+    left = observer.unfinished()
     if any(name.endswith("-deleted") for name in left):
         return "deleting old checkpoints"
     if any(name.endswith(".json") for name in left):
         return "writing a pointer"
     if any("step-" in name for name in left):
         return "writing a checkpoint"
-    steps = [int(path.name.removeprefix("step-")) for path in watch.checkpoints.glob("step-*")]
-    pointer = RunFolder(watch.folder).pointer("last")
+    steps = [int(path.name.removeprefix("step-")) for path in observer.checkpoints.glob("step-*")]
+    pointer = RunFolder(observer.folder).pointer("last")
     if steps and max(steps) > (int(pointer["step"]) if pointer else 0):
         return "between checkpoint and pointer"
-    if watch.decoding():
+    if observer.decoding():
         return "decoding images"
-    if watch.lives() == lives:
+    if observer.starts() == starts:
         return "starting"
-    kind = str(watch.last_entry()["kind"])
+    kind = str(observer.last_entry()["kind"])
     doing = {"epoch": "evaluating", "eval": "about to write a checkpoint", "end": "final test"}
     return doing.get(kind, "stepping")
 
 
-def complaints_after_kill(watch: Watch) -> list[str]:
+def complaints_after_kill(observer: Observer) -> list[str]:
     """What a kill has cost; nothing if all is well."""
-    run = RunFolder(watch.folder)
+    run = RunFolder(observer.folder)
     try:
         found, faults = run.newest_good()
     except TrainingError as error:
         return [str(error)]
     problems = [f"a checkpoint is damaged: {fault}" for fault in faults]
     step = 0 if found is None else found.step
-    if step < watch.named:
-        problems.append(f"last.json named step {watch.named}, what is left is of step {step}")
+    if step < observer.named:
+        problems.append(f"last.json named step {observer.named}, what is left is of step {step}")
     if found is not None:
         found.weights()
         found.state()

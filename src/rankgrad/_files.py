@@ -90,7 +90,7 @@ def atomic_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder. It is renamed first, so that a half-deleted one is never taken for the whole."""
-    shutil.rmtree(folder.rename(_temporary_name(folder)))
+    shutil.rmtree(folder.rename(_temporary_name(folder.with_name(f"{folder.name}-deleted"))))
 
 
 def sweep(folder: Path) -> None:

@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from benchmarks.trials.corruption import MUST_BE_REFUSED, damaged, hostile_pickle, malformed_lines
+from benchmarks.trials.corruption import MUST_BE_REFUSED, damaged, malformed_lines, malicious_pickle
 from benchmarks.trials.fuzz import SHARES, divided, kinds, run_case
 from benchmarks.trials.fuzz_case import Case, judge
 
@@ -72,7 +72,7 @@ def test_a_hang_is_a_failure(tmp_path):
 
 def test_executed_code_is_a_failure(tmp_path):
     canary = tmp_path / "canary"
-    content = hostile_pickle(canary, random.Random(0))
+    content = malicious_pickle(canary, random.Random(0))
     verdict = judge(Case("x", lambda: pickle.loads(content), ("x",)), canary)
     assert verdict.outcome == "code executed"
     assert not canary.exists()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.trials.kill_rank_trials import RANK_AIMS, RankTrials
-from benchmarks.trials.run_lifecycle import Watch, complaints_after_kill, differences, outcome
+from benchmarks.trials.kill_rank_trials import RANK_KILL_POINTS, KillRankTrials
+from benchmarks.trials.run_lifecycle import Observer, complaints_after_kill, differences, outcome
 
 from rankgrad.train.checkpoints import WEIGHTS, RunFolder
 
@@ -33,8 +33,8 @@ def test_killed_runs_end_like_the_one_that_never_was():
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for ranks in /proc")
 def test_a_killed_rank_ends_its_job_and_the_run_goes_on():
-    aims = ("--aim", "decode", "--aim", "evaluation")
-    done = trial("benchmarks.trials.kill", "--processes", "2", "--trials", "2", "--seed", "3", "--variant", "schedule", *aims)
+    points = ("--kill-point", "decode", "--kill-point", "evaluation")
+    done = trial("benchmarks.trials.kill", "--processes", "2", "--trials", "2", "--seed", "3", "--variant", "schedule", *points)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^decoding images +0 +0 +1 +1$", done.stdout, re.MULTILINE)
     assert re.search(r"^2 kills in 1 runs, .* 0 came after the end; 0 runs lost something", done.stdout, re.MULTILINE)
@@ -53,21 +53,21 @@ def run(tmp_path):
 
 
 def test_a_good_folder_has_no_complaints(run):
-    watch = Watch(run.path)
-    watch.look()
-    assert watch.named == 6
-    assert complaints_after_kill(watch) == []
+    observer = Observer(run.path)
+    observer.update()
+    assert observer.named == 6
+    assert complaints_after_kill(observer) == []
 
 
 def test_a_lost_and_a_damaged_checkpoint_are_noticed(run):
-    watch = Watch(run.path)
-    watch.look()
+    observer = Observer(run.path)
+    observer.update()
     weights = run.checkpoints / "step-00000006" / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert re.search("damaged: step-00000006: weights.safetensors has", complaints_after_kill(watch)[0])
-    assert "what is left is of step 3" in complaints_after_kill(watch)[1]
+    assert re.search("damaged: step-00000006: weights.safetensors has", complaints_after_kill(observer)[0])
+    assert "what is left is of step 3" in complaints_after_kill(observer)[1]
     shutil.rmtree(run.checkpoints / "step-00000003")
-    assert "holds no checkpoint that can be read" in complaints_after_kill(watch)[0]
+    assert "holds no checkpoint that can be read" in complaints_after_kill(observer)[0]
 
 
 @pytest.mark.parametrize("what", ["losses", "a file", "a file too many"])
@@ -97,8 +97,8 @@ def test_the_state_is_compared_by_what_it_says(run):
 
 @pytest.fixture
 def changed(run, tmp_path):
-    """Trials whose run was begun by two processes, killed after step 3 and ended by one."""
-    trials = RankTrials(tmp_path, 0, aims=RANK_AIMS, processes=2)
+    """KillTrials whose run was begun by two processes, killed after step 3 and ended by one."""
+    trials = KillRankTrials(tmp_path, 0, kill_points=RANK_KILL_POINTS, processes=2)
     evaluation = {"kind": "eval", "step": 6, "epoch": 1, "metrics": {"R@1": 0.5}}
     steps = [{"kind": "step", "step": step, "epoch": 1, "loss": 0.5, "gradient": 1.0} for step in range(1, 7)]
     begun = {"kind": "start", "step": 0, "epoch": 1, "processes": 2}
@@ -106,7 +106,7 @@ def changed(run, tmp_path):
     tested.mkdir(parents=True)
     (tested / "result.json").write_text(json.dumps({"metrics": {"R@1": 0.5}}))
     write_journal(run.path, [begun, *steps, evaluation])
-    shutil.copytree(run.path, trials.never("memory"))
+    shutil.copytree(run.path, trials.reference_folder("memory"))
     trials.references["memory"] = outcome(run.path)
     write_journal(run.path, [begun, *steps[:3], {**begun, "kind": "resume", "step": 3, "processes": 1}, *steps[3:], evaluation])
     return trials

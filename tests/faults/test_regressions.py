@@ -54,9 +54,9 @@ def test_a_box_larger_than_any_image(box):
     [
         (lambda state: dict(enumerate(state.values())), "holds no tensors by name"),
         (lambda state: {**state, 3: torch.zeros(1), "trunk.0.weight": None}, "1 missing"),
-        (lambda state: {**state, "trunk.0.weight": state["trunk.0.weight"] * torch.nan}, "1 not of finite real numbers"),
-        (lambda state: {**state, "trunk.0.weight": state["trunk.0.weight"].to("meta")}, "1 not of finite real numbers"),
-        (lambda state: {**state, "trunk.0.weight": state["trunk.0.weight"] + 0j}, "1 not of finite real numbers"),
+        (lambda state: {**state, "trunk.0.weight": state["trunk.0.weight"] * torch.nan}, "1 not finite real numbers"),
+        (lambda state: {**state, "trunk.0.weight": state["trunk.0.weight"].to("meta")}, "1 not finite real numbers"),
+        (lambda state: {**state, "trunk.0.weight": state["trunk.0.weight"] + 0j}, "1 not finite real numbers"),
         (lambda state: {**state, "head.linear.bias": torch.full((8,), torch.inf)}, "head that are not finite"),
     ],
 )
