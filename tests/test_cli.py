@@ -11,9 +11,8 @@ from torch import nn
 
 import rankgrad
 from rankgrad import cli
+from rankgrad.cli import demo, train_commands
 from rankgrad.data.glyphs import Glyphs
-
-demo = importlib.import_module("rankgrad.cli.demo")
 
 
 def test_version(capsys):
@@ -28,7 +27,12 @@ def test_help_lists_every_verb(arguments, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(arguments)
     out = capsys.readouterr().out
-    assert all(f"  {name}" in out and verb.__doc__ in out for name, verb in cli.VERBS.items())
+    assert all(f"  {name}" in out and verb.help in out for name, verb in cli.VERBS.items())
+
+
+@pytest.mark.parametrize("verb", cli.VERBS.values(), ids=cli.VERBS)
+def test_every_verb_is_a_function_of_a_module(verb):
+    assert callable(getattr(importlib.import_module(f"rankgrad.cli.{verb.module}"), verb.function))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,7 @@ def test_a_missing_extra_is_named(module, extra, monkeypatch, capsys):
     def verb(arguments):
         raise ModuleNotFoundError(f"No module named '{module}.inner'", name=f"{module}.inner")
 
-    monkeypatch.setattr(cli, "VERBS", {"demo": verb})
+    monkeypatch.setattr(demo, "main", verb)
     assert cli.main(["demo"]) == 1
     assert f"pip install 'rankgrad[{extra}]'" in capsys.readouterr().err
 
@@ -67,7 +71,7 @@ def test_a_bug_is_not_mistaken_for_a_missing_extra(monkeypatch):
     def verb(arguments):
         raise ModuleNotFoundError("No module named 'rankgrad.typo'", name="rankgrad.typo")
 
-    monkeypatch.setattr(cli, "VERBS", {"demo": verb})
+    monkeypatch.setattr(demo, "main", verb)
     with pytest.raises(ModuleNotFoundError, match="typo"):
         cli.main(["demo"])
 
@@ -88,7 +92,6 @@ def test_a_bug_is_not_mistaken_for_a_missing_extra(monkeypatch):
         (["train", "--workers", "0"], "rankgrad train: --workers must be at least 1, got 0"),
         (["eval", "/no/such/run"], "rankgrad eval: /no/such/run/recipe.json is missing"),
         (["recipes", "qqqq"], "rankgrad recipes: no recipe contains 'qqqq'"),
-        (["check-data", "sopp", "."], "rankgrad check-data: read: unknown data set 'sopp': did you mean 'sop'?"),
         (["check-data", "sop", "/no/such/place"], "rankgrad check-data: sop: /no/such/place does not exist"),
         (
             ["sweep", "glyphs-fastap", "--grid", "binz=1"],
@@ -114,6 +117,7 @@ def test_a_mistake_is_answered_with_one_sentence(arguments, message, capsys):
         (["eval", "run", "--checkpoint", "first"], "rankgrad eval: --checkpoint must be best or last, got 'first'"),
         (["sweep", "glyphs-fastap"], "rankgrad sweep: the following arguments are required: --grid"),
         (["study", "omniglt"], "rankgrad study: there is no study 'omniglt': did you mean 'omniglot'?"),
+        (["check-data", "sopp", "."], "rankgrad check-data: there is no data set 'sopp': did you mean 'sop'?"),
         (["plan"], "rankgrad plan: name the recipe to plan"),
         (["protocols", "--all"], "rankgrad protocols: unknown flag --all"),
     ],
@@ -135,7 +139,8 @@ def test_a_run_that_cannot_go_on_is_a_sentence_and_a_bug_is_not(monkeypatch, cap
 
         return run
 
-    monkeypatch.setattr(cli, "VERBS", {"train": verb(TrainingError("the disk is full")), "eval": verb(RuntimeError("a bug"))})
+    monkeypatch.setattr(train_commands, "train", verb(TrainingError("the disk is full")))
+    monkeypatch.setattr(train_commands, "evaluate", verb(RuntimeError("a bug")))
     assert cli.main(["train"]) == 2
     assert capsys.readouterr().err == "rankgrad train: the disk is full\n"
     with pytest.raises(RuntimeError, match="a bug"):

@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.trials.fuzz_case import Case, command
-from rankgrad.cli.parser import flag_of
-from rankgrad.recipes.catalogue import RECIPES
-from rankgrad.runs.recipe import settings_of
+from rankgrad.recipes.catalogue import recipes_of
+from rankgrad.runs.recipe import flag_of, settings_of
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 VALUES = (
@@ -24,7 +23,7 @@ OTHERS = (
 GRIDS = ("lr=1e-3,1e-4", "lr", "=", "lr=", "x=1", "lr=x", "lr=nan,1", "seed=1,1")
 
 # the others draw their images and would begin to train
-ON_DISK = tuple(name for name, recipe in RECIPES.items() if recipe.data_set != "glyphs")
+ON_DISK = tuple(name for name, recipe in recipes_of(RetrievalRecipe).items() if recipe.data_set != "glyphs")
 
 
 class Flags:

@@ -1,10 +1,14 @@
 """The rows of the papers' tables: complete, consistent, and with the numbers that are printed."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
-from rankgrad.recipes.catalogue import RECIPES, description, find, listing
+from rankgrad.cli.show_commands import describe_recipe, list_recipes
+from rankgrad.detection.detection_recipe import DetectionRecipe
+from rankgrad.recipes.catalogue import RECIPES, find, recipes_of
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 # typed from the papers' tables, independently of recipes/tables: recipe, split, metric, value, source
@@ -129,7 +133,7 @@ def test_every_row_of_the_tables_is_there():
     assert rows("RS@k, Table 3") == {"gldv1-recall-at-k", "gldv1-recall-at-k-simix", "gldv1-smooth-ap"}
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", recipes_of(RetrievalRecipe).values(), ids=recipes_of(RetrievalRecipe))
 def test_every_recipe_is_whole(recipe):
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", recipe.name)
     assert recipe.what
@@ -143,6 +147,27 @@ def test_every_recipe_is_whole(recipe):
     assert RetrievalRecipe(name=recipe.name).with_settings(recipe.settings()).settings() == recipe.settings()
     assert recipe.debug_version().loss == recipe.loss
     assert recipe.debug_version().sampler == recipe.sampler
+
+
+@pytest.mark.parametrize("recipe", recipes_of(DetectionRecipe).values(), ids=recipes_of(DetectionRecipe))
+def test_every_detection_recipe_is_whole(recipe):
+    assert recipe.what
+    assert DetectionRecipe(name=recipe.name).with_settings(recipe.settings()).settings() == recipe.settings()
+    assert recipe.debug_version().loss == recipe.loss
+    assert recipe.debug_version(has_data=False).data_set == "shapes"
+
+
+def test_a_recipe_of_another_command_is_named():
+    with pytest.raises(ValueError, match="voc07-r50-ce is a recipe of `rankgrad detect`: `rankgrad recipes` lists"):
+        find("voc07-r50-ce")
+    with pytest.raises(ValueError, match="there is no recipe 'voc07-r50-cf': did you mean 'voc07-r50-ce'"):
+        find("voc07-r50-cf", DetectionRecipe)
+
+
+def test_the_catalogue_loads_no_torchvision():
+    code = "import sys, rankgrad.recipes.catalogue, rankgrad.recipes.studies; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not {"torchvision", "timm", "PIL", "matplotlib"} & set(loaded)
 
 
 def test_unverified_settings_say_so():
@@ -162,17 +187,19 @@ def test_published_means_are_those_of_their_cells():
 
 
 def test_the_list_has_a_line_for_each():
-    lines = listing().splitlines()
-    assert len(lines) == len(RECIPES) + 1
+    lines = list_recipes(RetrievalRecipe).splitlines()
+    assert len(lines) == len(recipes_of(RetrievalRecipe)) + 1
     by_name = {line.split()[0]: line for line in lines[1:]}
-    assert set(by_name) == set(RECIPES)
+    assert set(by_name) == set(recipes_of(RetrievalRecipe))
     assert re.search(r"sop +RS@k, ResNet-50, batch 4,000 +R@1 82\.8 +RS@k, Table 2$", by_name["sop-recall-at-k"])
     assert "diverged" in by_name["sop-rambo-loglog-no-margin"]
-    assert {line.split()[0] for line in listing("googlenet").splitlines()[1:]} == {n for n in RECIPES if "googlenet" in n}
+    assert {line.split()[0] for line in list_recipes(RetrievalRecipe, "googlenet").splitlines()[1:]} == {
+        n for n in recipes_of(RetrievalRecipe) if "googlenet" in n
+    }
 
 
 def test_a_description_has_settings_numbers_and_notes():
-    text = description(find("cars-recall-at-k-simix"))
+    text = describe_recipe(find("cars-recall-at-k-simix"))
     assert re.search(r"^  batch_size +392 ", text, re.MULTILINE)
     assert re.search(r"^  ks +1,2,4,8,12,16,20,24,28,32 ", text, re.MULTILINE)
     assert re.search(r"^  R@1 +88\.2  test +RS@k, Table 2", text, re.MULTILINE)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rankgrad import cli
-from rankgrad.recipes.catalogue import RECIPES
+from rankgrad.recipes.catalogue import recipes_of
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 # what each data set is tested on, and how
 PROTOCOLS = {
@@ -30,7 +31,7 @@ PROTOCOLS = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", recipes_of(RetrievalRecipe).values(), ids=recipes_of(RetrievalRecipe))
 def test_recipe_in_debug(recipe, tree, tmp_path, capsys):
     folder = tmp_path / "run"
     data = [] if recipe.data_set == "glyphs" else ["--data", str(tree("landmarks" if recipe.test_on else recipe.data_set))]

@@ -7,13 +7,13 @@ from typing import get_args
 
 import pytest
 
-from rankgrad.cli.parser import Parser, add_settings, changed_settings, flag_of, in_flags
+from rankgrad.cli.parser import Parser, add_settings, changed_settings, in_flags
 from rankgrad.data.preprocessing import Crop
 from rankgrad.data.readers import READERS
 from rankgrad.detection.detection_recipe import DetectionRecipe
 from rankgrad.models.trunks import trunk_names
-from rankgrad.recipes.catalogue import RECIPES, find
-from rankgrad.runs.recipe import Group, Recipe, setting, settings_of
+from rankgrad.recipes.catalogue import find, recipes_of
+from rankgrad.runs.recipe import Group, Recipe, flag_of, setting, settings_of
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 
@@ -77,7 +77,7 @@ def test_stored_side_follows_size():
     assert RetrievalRecipe(name="mine", size=112, stored_side=112).stored == 112
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", recipes_of(RetrievalRecipe).values(), ids=recipes_of(RetrievalRecipe))
 def test_flags_make_any_recipe_of_any_other(recipe):
     for base in (RetrievalRecipe(name=recipe.name), find("cars-recall-at-k-vit-b16")):
         flags = []

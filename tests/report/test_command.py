@@ -9,7 +9,7 @@ import pytest
 from report.html_tree import parsed
 from report.run_folders import make_data, write_run
 
-from rankgrad.cli.show_commands import main
+from rankgrad.cli.show_commands import report
 from rankgrad.report.run_reader import names_of
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -29,7 +29,7 @@ def run(runs):
 
 def test_writes_one_file_and_says_where(run, tmp_path, capsys):
     out = tmp_path / "made" / "page.html"
-    assert main([str(run), "--out", str(out)]) == 0
+    assert report([str(run), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"{out} ({out.stat().st_size / 1e6:.1f} MB)\n"
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
     assert parsed(out.read_text(encoding="utf-8")).one("h1").text() == "first"
@@ -41,7 +41,7 @@ def test_writes_one_file_and_says_where(run, tmp_path, capsys):
         (["nowhere"], FileNotFoundError, "nowhere is not there: give the folder of a run"),
         (["empty"], ValueError, "empty is not the folder of a run: it holds none of recipe.json, journal.jsonl, eval"),
         (["first", "first"], ValueError, "first is named twice: give each run once"),
-        (["first", "--split", "tset"], ValueError, "--split must be something that was tested, got 'tset': there is test"),
+        (["first", "--split", "tset"], ValueError, "--split must be a split that was tested, got 'tset': choose one of test"),
         (["first", "--out", "empty"], IsADirectoryError, "--out must be a file, got the folder empty"),
     ],
 )
@@ -50,7 +50,7 @@ def test_wrong_arguments_are_answered_in_a_sentence(run, tmp_path, monkeypatch, 
     (tmp_path / "empty").mkdir()
     shutil.copytree(run, tmp_path / "first")
     with pytest.raises(error, match=complaint.replace("(", r"\(")):
-        main(arguments)
+        report(arguments)
     assert not (tmp_path / "report.html").exists()
 
 
@@ -69,7 +69,7 @@ def test_a_run_that_the_library_trained(tmp_path, capsys):
     assert train(["omniglot-fastap", "--debug", *common, "--validation", "half", "--out", str(folder)]) == 0
     capsys.readouterr()
     out = tmp_path / "report.html"
-    assert main([str(folder), "--out", str(out)]) == 0
+    assert report([str(folder), "--out", str(out)]) == 0
     tree = parsed(out.read_text(encoding="utf-8"))
     assert not tree.all("p", "absent"), [node.text() for node in tree.all("p", "absent")]
     assert not [node for node in tree.all("section") if node.attributes["id"] == "missing"]
@@ -82,7 +82,7 @@ def test_in_a_browser(runs, tmp_path):
     """Nothing asked for, nothing wider than a telephone, and dark where dark is wanted."""
     api = pytest.importorskip("playwright.sync_api")
     out = tmp_path / "report.html"
-    main([*map(str, runs), "--out", str(out)])
+    report([*map(str, runs), "--out", str(out)])
     asked: list[str] = []
     complaints: list[str] = []
     with api.sync_playwright() as play:
@@ -106,5 +106,5 @@ def test_in_a_browser(runs, tmp_path):
 def test_needs_no_drawing_library(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    assert main([str(run), "--out", str(tmp_path / "r.html")]) == 0
+    assert report([str(run), "--out", str(tmp_path / "r.html")]) == 0
     assert "two principal components" in (tmp_path / "r.html").read_text(encoding="utf-8")

@@ -12,9 +12,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from rankgrad.cli import figure_commands
+from rankgrad.cli.show_commands import figures as draw_figures
 from rankgrad.report import figures
 from rankgrad.report.figures import batch_bias, bins, landscape, margin, style, surrogate
+from rankgrad.report.figures import pictures as pictures_module
 
 THEMES = {"light": style.LIGHT, "dark": style.DARK}
 
@@ -272,8 +273,8 @@ def numbers(surface, collapse):
 @pytest.fixture
 def quick(numbers, monkeypatch):
     """The command with numbers that are there already."""
-    pictures = {name: replace(each, compute=partial(numbers.get, name)) for name, each in figure_commands.PICTURES.items()}
-    monkeypatch.setattr(figure_commands, "PICTURES", pictures)
+    pictures = {name: replace(each, compute=partial(numbers.get, name)) for name, each in pictures_module.PICTURES.items()}
+    monkeypatch.setattr(pictures_module, "PICTURES", pictures)
 
 
 def texts(figure: Figure) -> list[Text]:
@@ -289,9 +290,9 @@ def texts(figure: Figure) -> list[Text]:
 
 
 @pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
-@pytest.mark.parametrize("name", figure_commands.PICTURES)
+@pytest.mark.parametrize("name", pictures_module.PICTURES)
 def test_texts_are_large_stay_on_the_slide_and_do_not_touch(name, theme, numbers):
-    figure = figure_commands.PICTURES[name].draw(numbers[name], theme)
+    figure = pictures_module.PICTURES[name].draw(numbers[name], theme)
     seen = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
     assert len(seen) > 10
     assert min(text.get_fontsize() for text in texts(figure)) >= 11
@@ -334,9 +335,9 @@ def test_drawing_leaves_matplotlibs_settings_alone(numbers, tmp_path):
 
 @pytest.mark.usefixtures("quick")
 def test_the_command_writes_pictures_captions_and_numbers(tmp_path, capsys):
-    assert figure_commands.main(["--out", str(tmp_path / "new" / "folder")]) == 0
+    assert draw_figures(["--out", str(tmp_path / "new" / "folder")]) == 0
     folder = tmp_path / "new" / "folder"
-    names = list(figure_commands.PICTURES)
+    names = list(pictures_module.PICTURES)
     assert capsys.readouterr().out.split() == [str(folder / f"{name}.svg") for name in names]
     assert {path.name for path in folder.iterdir()} == {
         "figures.json",
@@ -353,7 +354,7 @@ def test_the_command_writes_pictures_captions_and_numbers(tmp_path, capsys):
 
 @pytest.mark.usefixtures("quick")
 def test_numbers_are_those_that_were_drawn(tmp_path, numbers):
-    figure_commands.main(["batch-bias", "--out", str(tmp_path)])
+    draw_figures(["batch-bias", "--out", str(tmp_path)])
     written = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))["batch-bias"]["numbers"]
     assert written["mean"] == pytest.approx(numbers["batch-bias"].mean, rel=1e-4)
     assert written["full"] == pytest.approx(numbers["batch-bias"].full, rel=1e-4)
@@ -362,8 +363,8 @@ def test_numbers_are_those_that_were_drawn(tmp_path, numbers):
 @pytest.mark.usefixtures("quick")
 def test_pictures_are_added_to_a_folder_and_light_and_dark_stand_side_by_side(tmp_path):
     (tmp_path / "figures.json").write_text("{ damaged", encoding="utf-8")
-    figure_commands.main(["recall-surrogate", "--format", "png", "--out", str(tmp_path)])
-    figure_commands.main(["recall-surrogate", "batch-bias", "--format", "png", "--dark", "--out", str(tmp_path)])
+    draw_figures(["recall-surrogate", "--format", "png", "--out", str(tmp_path)])
+    draw_figures(["recall-surrogate", "batch-bias", "--format", "png", "--dark", "--out", str(tmp_path)])
     assert set(json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))) == {"recall-surrogate", "batch-bias"}
     from PIL import Image
 
@@ -378,7 +379,7 @@ def test_pictures_are_added_to_a_folder_and_light_and_dark_stand_side_by_side(tm
 @pytest.mark.usefixtures("quick")
 def test_the_same_numbers_give_the_same_file(tmp_path):
     for folder in ("first", "second"):
-        figure_commands.main(["margin-collapse", "--out", str(tmp_path / folder)])
+        draw_figures(["margin-collapse", "--out", str(tmp_path / folder)])
     assert (tmp_path / "first" / "margin-collapse.svg").read_bytes() == (
         tmp_path / "second" / "margin-collapse.svg"
     ).read_bytes()
@@ -386,22 +387,22 @@ def test_the_same_numbers_give_the_same_file(tmp_path):
 
 def test_help_lists_every_picture(capsys):
     with pytest.raises(SystemExit, match="0"):
-        figure_commands.main(["--help"])
+        draw_figures(["--help"])
     out = capsys.readouterr().out
-    assert all(f"  {name}" in out and picture.shows in out for name, picture in figure_commands.PICTURES.items())
+    assert all(f"  {name}" in out and picture.shows in out for name, picture in pictures_module.PICTURES.items())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["batch-bais"], "unknown picture 'batch-bais': did you mean 'batch-bias'?"),
-        (["xyz"], "unknown picture 'xyz': choose from rambo-landscape, batch-bias"),
+        (["batch-bais"], "there is no picture 'batch-bais': did you mean 'batch-bias'?"),
+        (["xyz"], "there is no picture 'xyz': choose one of rambo-landscape, batch-bias"),
         (["--format", "gif"], "invalid choice: 'gif'"),
     ],
 )
 def test_wrong_arguments_get_a_hint_and_status_2(arguments, message, capsys, tmp_path):
     with pytest.raises(SystemExit, match="2"):
-        figure_commands.main([*arguments, "--out", str(tmp_path / "out")])
+        draw_figures([*arguments, "--out", str(tmp_path / "out")])
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -409,5 +410,5 @@ def test_wrong_arguments_get_a_hint_and_status_2(arguments, message, capsys, tmp
 def test_a_folder_that_is_a_file_is_named(tmp_path, capsys):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(SystemExit, match="2"):
-        figure_commands.main(["--out", str(tmp_path / "file")])
+        draw_figures(["--out", str(tmp_path / "file")])
     assert f"--out must be a folder that can be written to, got {tmp_path / 'file'}" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from PIL import Image
 from report.html_tree import Node, parsed, rows_of
 from report.run_folders import copied, make_data, write_journal, write_run, write_test
 
-from rankgrad.cli.show_commands import main
+from rankgrad.cli.show_commands import report
 from rankgrad.report.markup import MINUS
 from rankgrad.report.page import page
 from rankgrad.report.run_reader import read_runs
@@ -229,7 +229,7 @@ def test_pictures_are_small_and_of_the_right_file(run, data):
 
 
 def test_without_pictures_there_are_none(run, tmp_path):
-    assert main([str(run), "--no-pictures", "--out", str(tmp_path / "r.html")]) == 0
+    assert report([str(run), "--no-pictures", "--out", str(tmp_path / "r.html")]) == 0
     html = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "<img" not in html
     assert "made without pictures" in html

@@ -13,9 +13,11 @@ import torch
 from rankgrad import cli
 from rankgrad.cli.train_commands import parse_seeds
 from rankgrad.recipes.catalogue import find
+from rankgrad.recipes.studies import STUDIES, studies_of
 from rankgrad.runs import study, sweep
 from rankgrad.runs.data_cache import DataCache, RunContext
 from rankgrad.runs.ledger import Entry, Ledger, as_csv, markdown, mean_and_deviation, percentages
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 CPU = torch.device("cpu")
 RECIPE = find("omniglot-recall-at-k")
@@ -162,7 +164,7 @@ def test_the_ledger_survives_its_process(tmp_path):
     assert Ledger(tmp_path / "sub" / "ledger.jsonl").get("other") is None
 
 
-@pytest.mark.parametrize("chosen", study.STUDIES.values(), ids=study.STUDIES)
+@pytest.mark.parametrize("chosen", studies_of(RetrievalRecipe).values(), ids=studies_of(RetrievalRecipe))
 def test_every_line_of_a_study_is_a_recipe_that_sees_as_many_images(chosen):
     images = 19_280
     sized = {v.label: study._sized(chosen.base, v, images, debug=False) for v in chosen.variations}
@@ -192,7 +194,7 @@ def test_the_same_settings_in_two_groups_run_once(tree, tmp_path, monkeypatch, c
         return {"test": dict.fromkeys(study.METRICS, 0.5 + 0.001 * recipe.bins + 0.0001 * recipe.seed)}, 2.0
 
     monkeypatch.setattr(study, "train_and_evaluate", training)
-    chosen = study.STUDIES["omniglot"]
+    chosen = STUDIES["omniglot"]
     data = DataCache(RunContext(tree("omniglot"), CPU))
     base = replace(chosen.base, partial=True, batch_size=12)
     table = study.run_study(chosen, base, (0, 1), data, tmp_path, only="FastAPLoss")

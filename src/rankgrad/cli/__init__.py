@@ -1,15 +1,15 @@
-"""The `rankgrad` command: a table of verbs, each a small function that imports what it needs when it is called."""
+"""The `rankgrad` command: a table of verbs."""
 
 import argparse
-import difflib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
-Verb: TypeAlias = Callable[[list[str]], int]
-"""Takes the arguments after its name, returns the exit status."""
+from rankgrad._messages import did_you_mean
 
 # which extra of pyproject.toml brings a module that `import rankgrad` does without
 EXTRA_OF = {
@@ -35,159 +35,41 @@ EXTRA_OF = {
 TRACEBACK = "--traceback"
 
 
-def demo(arguments: list[str]) -> int:
-    """Train on the built-in glyphs with several losses and compare them."""
-    from rankgrad.cli.demo import main as run
+@dataclass(frozen=True)
+class Verb:
+    """What follows `rankgrad` on the command line: a function of a module in this package, imported when it is called.
 
-    return run(arguments)
+    The function takes the arguments after the verb and returns the exit status.
+    """
 
+    module: str
+    function: str
+    help: str
 
-def detect(arguments: list[str]) -> int:
-    """Train and test object detectors with RaMBO's AP loss."""
-    from rankgrad.cli.detect_commands import main as run
-
-    return run(arguments)
-
-
-def train(arguments: list[str]) -> int:
-    """Train a recipe or your own images, and test the result."""
-    from rankgrad.cli.train_commands import train as run
-
-    return run(arguments)
-
-
-def evaluate(arguments: list[str]) -> int:
-    """Test a trained run again."""
-    from rankgrad.cli.train_commands import evaluate as run
-
-    return run(arguments)
-
-
-def recipes(arguments: list[str]) -> int:
-    """List the papers' rows that can be trained, or show one whole."""
-    from rankgrad.cli.train_commands import recipes as run
-
-    return run(arguments)
-
-
-def check_data(arguments: list[str]) -> int:
-    """Read a data set and say what is there and what is wrong."""
-    from rankgrad.cli.train_commands import check_data as run
-
-    return run(arguments)
-
-
-def plan(arguments: list[str]) -> int:
-    """Measure a step of a recipe on this machine: time, memory, chunk size."""
-    from rankgrad.cli.train_commands import plan as run
-
-    return run(arguments)
-
-
-def check_equivalence(arguments: list[str]) -> int:
-    """Show that several processes compute what one does, for a recipe of yours."""
-    from rankgrad.cli.train_commands import check_equivalence as run
-
-    return run(arguments)
-
-
-def sweep(arguments: list[str]) -> int:
-    """Try a grid of settings on validation classes, then test the best."""
-    from rankgrad.cli.train_commands import sweep as run
-
-    return run(arguments)
-
-
-def study(arguments: list[str]) -> int:
-    """Run the papers' ablations on one data set: `rankgrad study omniglot`."""
-    from rankgrad.cli.train_commands import study as run
-
-    return run(arguments)
-
-
-def protocols(arguments: list[str]) -> int:
-    """Print the evaluation protocols and metrics, each with its rule."""
-    from rankgrad.cli.train_commands import protocols as run
-
-    return run(arguments)
-
-
-def report(arguments: list[str]) -> int:
-    """Make one HTML page of runs: curves, tables, retrieved images."""
-    from rankgrad.cli.show_commands import main as run
-
-    return run(arguments)
-
-
-def embed(arguments: list[str]) -> int:
-    """Embed images with the network of a run."""
-    from rankgrad.cli.search_commands import main_embed as run
-
-    return run(arguments)
-
-
-def index(arguments: list[str]) -> int:
-    """Make embeddings searchable."""
-    from rankgrad.cli.search_commands import main_index as run
-
-    return run(arguments)
-
-
-def search(arguments: list[str]) -> int:
-    """Find the images nearest to one."""
-    from rankgrad.cli.search_commands import main_search as run
-
-    return run(arguments)
-
-
-def serve(arguments: list[str]) -> int:
-    """Open a local page to search by image."""
-    from rankgrad.cli.search_commands import main_serve as run
-
-    return run(arguments)
-
-
-def duplicates(arguments: list[str]) -> int:
-    """Find near-duplicates and likely label errors among embedded images."""
-    from rankgrad.cli.duplicates_command import main as run
-
-    return run(arguments)
-
-
-def export(arguments: list[str]) -> int:
-    """Write the network of a run for use elsewhere."""
-    from rankgrad.cli.search_commands import main_export as run
-
-    return run(arguments)
-
-
-def figures(arguments: list[str]) -> int:
-    """Draw the papers' own pictures, computed anew."""
-    from rankgrad.cli.figure_commands import main as run
-
-    return run(arguments)
+    def __call__(self, arguments: list[str]) -> int:
+        return int(getattr(import_module(f"rankgrad.cli.{self.module}"), self.function)(arguments))
 
 
 VERBS: Mapping[str, Verb] = {
-    "demo": demo,
-    "train": train,
-    "eval": evaluate,
-    "recipes": recipes,
-    "check-data": check_data,
-    "plan": plan,
-    "check-equivalence": check_equivalence,
-    "sweep": sweep,
-    "study": study,
-    "protocols": protocols,
-    "report": report,
-    "embed": embed,
-    "index": index,
-    "search": search,
-    "serve": serve,
-    "duplicates": duplicates,
-    "export": export,
-    "figures": figures,
-    "detect": detect,
+    "demo": Verb("demo", "main", "Train on the built-in glyphs with several losses and compare them."),
+    "train": Verb("train_commands", "train", "Train a recipe or your own images, and test the result."),
+    "eval": Verb("train_commands", "evaluate", "Test a trained run again."),
+    "recipes": Verb("show_commands", "recipes", "List the papers' results that can be trained, or show one in full."),
+    "check-data": Verb("show_commands", "check_data", "Read a data set and report what is there and what is wrong."),
+    "plan": Verb("train_commands", "plan", "Measure a training step on this machine: time, memory, chunk size."),
+    "check-equivalence": Verb("train_commands", "check_equivalence", "Verify that several processes compute what one does."),
+    "sweep": Verb("train_commands", "sweep", "Try a grid of settings on validation classes, then test the best."),
+    "study": Verb("train_commands", "study", "Run the papers' ablations on one data set: `rankgrad study omniglot`."),
+    "protocols": Verb("show_commands", "protocols", "Print the evaluation protocols and metrics with their definitions."),
+    "report": Verb("show_commands", "report", "Write one HTML page about runs: curves, tables, retrieved images."),
+    "embed": Verb("search_commands", "main_embed", "Embed images with the network of a run."),
+    "index": Verb("search_commands", "main_index", "Build a search index of embeddings."),
+    "search": Verb("search_commands", "main_search", "Find the images most similar to one."),
+    "serve": Verb("search_commands", "main_serve", "Open a local page to search by image."),
+    "duplicates": Verb("duplicates_command", "main", "Find near-duplicates and likely label errors among embedded images."),
+    "export": Verb("search_commands", "main_export", "Write the network of a run for use elsewhere."),
+    "figures": Verb("show_commands", "figures", "Draw the papers' figures from new computations."),
+    "detect": Verb("detect_commands", "main", "Train and test object detectors with RaMBO's AP loss."),
 }
 
 
@@ -197,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     whole = TRACEBACK in arguments
     arguments = [argument for argument in arguments if argument != TRACEBACK]
     try:
-        return _call(VERBS, arguments, command="rankgrad")
+        return call_verb(VERBS, arguments, command="rankgrad", version=f"rankgrad {_version()}")
     except ModuleNotFoundError as error:
         extra = EXTRA_OF.get((error.name or "").partition(".")[0])
         if extra is None:
@@ -215,22 +97,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _call(verbs: Mapping[str, Verb], arguments: list[str], *, command: str) -> int:
-    """Hand the rest of `arguments` to the verb that stands first among them."""
+def call_verb(verbs: Mapping[str, Verb], arguments: list[str], *, command: str, version: str = "") -> int:
+    """Pass the rest of `arguments` to the verb that comes first among them."""
     width = max(map(len, verbs))
     parser = argparse.ArgumentParser(
         prog=command,
-        epilog="\n".join(["verbs:", *(f"  {name:{width}} {verb.__doc__}" for name, verb in verbs.items())]),
+        epilog="\n".join(["verbs:", *(f"  {name:{width}} {verb.help}" for name, verb in verbs.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"rankgrad {_version()}")
-    parser.add_argument("verb", metavar="VERB", help=f"one of {', '.join(verbs)}; VERB --help tells more")
+    if version:
+        parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("verb", metavar="VERB", help="one of those below; VERB --help describes its arguments")
     parser.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="arguments of the verb")
     chosen = parser.parse_args(arguments or ["--help"])
     if chosen.verb not in verbs:
-        near = difflib.get_close_matches(chosen.verb, verbs, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(verbs)}"
-        parser.error(f"unknown verb {chosen.verb!r}: {hint}")
+        parser.error(f"unknown verb {chosen.verb!r}: {did_you_mean(chosen.verb, verbs)}")
     return verbs[chosen.verb](chosen.rest)
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 from rankgrad._messages import did_you_mean
 from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named
+from rankgrad.cli.show_commands import report_parser, report_path, show_recipes
 from rankgrad.cli.train_commands import parse_seeds
-from rankgrad.detection.detection_recipe import RECIPES, DetectionRecipe, find
+from rankgrad.detection.detection_recipe import DetectionRecipe
 from rankgrad.detection.detection_task import Place, evaluate_run, resume_run, start_run
-from rankgrad.recipes.catalogue import percent, shown
+from rankgrad.recipes.catalogue import find, recipes_of
+from rankgrad.recipes.studies import studies_of
 from rankgrad.runs.recipe import settings_of
 
 Verb = Callable[[Sequence[str]], int]
@@ -78,22 +80,16 @@ def report(arguments: Sequence[str]) -> int:
     """Make one HTML page of runs: AP of classes, curves, images with boxes."""
     from rankgrad.detection.detection_report import write_report
 
-    parser = Parser("rankgrad detect report", "One HTML page about one run or several, which opens offline.")
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run; others are compared with the first")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("report.html"), help="file to write [report.html]")
+    parser = report_parser("rankgrad detect report", "Write one HTML page about a run or several; it opens offline.")
     given = parser.parse(arguments)
-    write_report(given.runs, given.out)
-    print(f"{given.out} ({given.out.stat().st_size / 1e6:.1f} MB)")
+    out = write_report(given.runs, report_path(given.runs, given.out))
+    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 
 def recipes(arguments: Sequence[str]) -> int:
     """List the paper's rows that can be trained, or show one whole."""
-    parser = Parser("rankgrad detect recipes", "List the detection recipes, or show one whole.")
-    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="a recipe, or what the listed ones should contain")
-    given = parser.parse(arguments)
-    print(_description(RECIPES[given.name]) if given.name in RECIPES else _listing(given.name))
-    return 0
+    return show_recipes(arguments, DetectionRecipe)
 
 
 def plan(arguments: Sequence[str]) -> int:
@@ -108,10 +104,11 @@ def plan(arguments: Sequence[str]) -> int:
 
 def study(arguments: Sequence[str]) -> int:
     """Cross-entropy against the AP loss with the same budget, several seeds each."""
-    from rankgrad.detection.detection_study import STUDIES, run_study
+    from rankgrad.detection.detection_study import run_study
 
+    known = studies_of(DetectionRecipe)
     parser = Parser("rankgrad detect study", "Train with cross-entropy and with the AP loss, with the same budget and seeds.")
-    parser.add_argument("study", metavar="STUDY", help=f"one of {', '.join(STUDIES)}")
+    parser.add_argument("study", metavar="STUDY", help=f"one of {', '.join(known)}")
     parser.add_argument("--seeds", metavar="N or A,B", default="3", help="how many seeds, or which [3]")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="a line per run; a table is written beside it [in --out]")
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs [runs/detect-STUDY]")
@@ -119,12 +116,12 @@ def study(arguments: Sequence[str]) -> int:
     _add_place(parser)
     add_settings(parser, DetectionRecipe)
     given = parser.parse(arguments)
-    if given.study not in STUDIES:
-        hint = did_you_mean(given.study, STUDIES)
+    if given.study not in known:
+        hint = did_you_mean(given.study, known)
         parser.error(f"there is no study {given.study!r}: {hint}")
     folder = given.out or Path("runs") / f"detect-{given.study}{'-debug' if given.debug else ''}"
     seeds, changes = parse_seeds(given.seeds), changed_settings(given, DetectionRecipe)
-    print(f"\n{run_study(given.study, changes, seeds, _place(given), folder, csv=given.csv, debug=given.debug)}")
+    print(f"\n{run_study(known[given.study], changes, seeds, _place(given), folder, csv=given.csv, debug=given.debug)}")
     return 0
 
 
@@ -143,7 +140,8 @@ def _recipe_parser(prog: str, about: str, arguments: Sequence[str]) -> Parser:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="see `rankgrad detect recipes`")
     parser.add_argument("--debug", action="store_true", help="shrink it to seconds on a CPU; without --data on drawn shapes")
     _add_place(parser)
-    named = next((RECIPES[argument] for argument in arguments if argument in RECIPES), None)
+    known = recipes_of(DetectionRecipe)
+    named = next((known[argument] for argument in arguments if argument in known), None)
     add_settings(parser, DetectionRecipe, named)
     return parser
 
@@ -162,7 +160,7 @@ def _chosen(parser: Parser, given: argparse.Namespace, changes: dict[str, Any]) 
     if isinstance(weights, str) and weights not in ("none", "default"):
         # a run may be resumed from another folder
         changes["weights"] = str(Path(weights).expanduser().resolve())
-    recipe = find(given.recipe).with_settings(changes)
+    recipe = find(given.recipe, DetectionRecipe).with_settings(changes)
     # what the command line says stands, also in a shrunk run
     return recipe.debug_version(has_data=given.data is not None).with_settings(changes) if given.debug else recipe
 
@@ -171,27 +169,3 @@ def _place(given: argparse.Namespace) -> Place:
     if given.workers < 1:
         raise ValueError(f"--workers must be at least 1, got {given.workers}")
     return Place(None if given.data is None else given.data.expanduser().resolve(), device_named(given.device), given.workers)
-
-
-def _listing(pattern: str) -> str:
-    chosen = [each for each in RECIPES.values() if pattern.lower() in f"{each.name} {each.data_set} {each.what}".lower()]
-    if not chosen:
-        raise ValueError(
-            f"no detection recipe contains {pattern!r}: {did_you_mean(pattern, RECIPES, otherwise='try another word')}"
-        )
-    rows = [("recipe", "data", "what", "published", "source")]
-    for each in chosen:
-        numbers = [(f"{n.metric} {percent(n)}", n.source) for n in each.published[:1]] or [("", "")]
-        rows.append((each.name, each.data_set, each.what, *numbers[0]))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-
-def _description(recipe: DetectionRecipe) -> str:
-    entries = [(name, shown(getattr(recipe, name)), entry.help) for name, entry in settings_of(DetectionRecipe).items()]
-    name_width, value_width = (max(len(entry[column]) for entry in entries) for column in (0, 1))
-    lines = [f"{recipe.name}: {recipe.what}", ""]
-    lines += [f"  {name:{name_width}}  {value:{value_width}}  {about}" for name, value, about in entries]
-    lines += ["", *(f"published: {n.metric} {percent(n)}, {n.source}" for n in recipe.published)]
-    lines += [f"note: {note}" for note in recipe.notes]
-    return "\n".join(lines)

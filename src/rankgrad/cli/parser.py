@@ -9,15 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from rankgrad.recipes.catalogue import shown
-from rankgrad.runs.recipe import Recipe, settings_of
+from rankgrad.runs.recipe import Recipe, flag_of, format_value, settings_of
 
 QUOTES = "'\""
-
-
-def flag_of(setting: str) -> str:
-    """`--batch-size` for batch_size."""
-    return f"--{setting.replace('_', '-')}"
 
 
 def device_named(name: str) -> torch.device:
@@ -70,7 +64,7 @@ def add_settings(parser: argparse.ArgumentParser, kind: type[Recipe], defaults: 
         group = groups.get(setting.group) or groups.setdefault(setting.group, parser.add_argument_group(setting.group))
         text = setting.help.replace("%", "%%")
         if defaults is not None:
-            text += f" [{shown(getattr(defaults, name)).replace('%', '%%')}]"
+            text += f" [{format_value(getattr(defaults, name)).replace('%', '%%')}]"
         if setting.kind is bool:
             group.add_argument(
                 flag_of(name), dest=name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text

@@ -1,53 +1,218 @@
-"""`rankgrad report RUN [RUN...]`: one HTML file about one run or several, which opens offline."""
+"""The verbs that show something and train nothing: recipes, check-data, protocols, report, figures."""
 
 import argparse
-import os
-import tempfile
+import json
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rankgrad.report.page import page
-from rankgrad.report.run_reader import Run, read_runs
-from rankgrad.report.thumbnails import Thumbnails
+from rankgrad._files import replace_file
+from rankgrad._messages import did_you_mean, format_duration, printable, table
+from rankgrad.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from rankgrad.report.run_reader import Run
+    from rankgrad.runs.recipe import Published, Recipe
+
+NUMBERS = "figures.json"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the runs, write the page, say where it is."""
-    parser = argparse.ArgumentParser(prog="rankgrad report", description=__doc__)
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run; others are compared with the first")
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, default=Path("report.html"), help="file to write (default: %(default)s)"
-    )
-    parser.add_argument("--split", metavar="NAME", help="test that curves and pictures are of (default: test, or the first)")
-    parser.add_argument("--no-pictures", dest="pictures", action="store_false", help="leave pictures of queries out")
-    given = parser.parse_args(arguments)
-    runs = read_runs(given.runs)
-    check_split(runs, given.split)
-    write(given.out, page(runs, split=given.split, pictures=Thumbnails(wanted=given.pictures)))
-    print(f"{given.out} ({given.out.stat().st_size / 1e6:.1f} MB)")
+def recipes(arguments: Sequence[str]) -> int:
+    """`rankgrad recipes [NAME or part of it]`."""
+    from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+
+    return show_recipes(arguments, RetrievalRecipe)
+
+
+def show_recipes(arguments: Sequence[str], kind: "type[Recipe]") -> int:
+    """List the recipes of a kind, or describe one."""
+    from rankgrad.recipes.catalogue import COMMAND_OF, recipes_of
+
+    parser = Parser(f"{COMMAND_OF[kind]} recipes", "List the recipes, or show all settings of one.")
+    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="a recipe, or text that listed recipes contain")
+    given = parser.parse(arguments)
+    known = recipes_of(kind)
+    print(describe_recipe(known[given.name]) if given.name in known else list_recipes(kind, given.name))
     return 0
 
 
-def check_split(runs: Sequence[Run], split: str | None) -> None:
-    """Refuses a split that no run was tested on."""
+def list_recipes(kind: "type[Recipe]", pattern: str = "") -> str:
+    """A line for each recipe whose name, data or text contains `pattern`."""
+    from rankgrad.recipes.catalogue import COMMAND_OF, recipes_of
+
+    known = recipes_of(kind)
+    chosen = [each for each in known.values() if pattern.lower() in f"{each.name} {each.data_set} {each.what}".lower()]
+    if not chosen:
+        hint = did_you_mean(pattern, known, otherwise=f"`{COMMAND_OF[kind]} recipes` lists all")
+        raise ValueError(f"no recipe contains {pattern!r}: {hint}")
+    rows = [(each.name, each.data_set, each.what, *_headline(each)) for each in chosen]
+    return table(["recipe", "data", "what", "published", "source"], rows, align="lllll")
+
+
+def _headline(recipe: "Recipe") -> tuple[str, str]:
+    if not recipe.published:
+        return "", ""
+    first = next((number for number in recipe.published if not number.split.startswith("mean")), recipe.published[0])
+    split = "" if first.split == "test" else f" {first.split}"
+    return f"{first.metric}{split} {_percent(first)}", first.source
+
+
+def _percent(number: "Published") -> str:
+    """As printed in the paper."""
+    return "diverged" if number.value is None else f"{number.value:.1f}"
+
+
+def describe_recipe(recipe: "Recipe") -> str:
+    """All settings of a recipe with their meaning, its published numbers and its notes."""
+    from rankgrad.runs.recipe import format_value, settings_of
+
+    known = settings_of(type(recipe))
+    settings = [(name, format_value(getattr(recipe, name)), entry.help) for name, entry in known.items()]
+    parts = [f"{recipe.name}: {recipe.what}", table(["setting", "value", "meaning"], settings, align="lll", indent="  ")]
+    if recipe.published:
+        rows = [
+            (number.metric, _percent(number), number.split, f"{number.source}{f' ({number.note})' if number.note else ''}")
+            for number in recipe.published
+        ]
+        parts.append(table(["published", "value", "split", "source"], rows, align="lrll", indent="  "))
+    if recipe.notes:
+        parts.append("\n".join(["notes:", *(f"  - {note}" for note in recipe.notes)]))
+    return "\n\n".join(parts)
+
+
+def check_data(arguments: Sequence[str]) -> int:
+    """`rankgrad check-data NAME DIR`."""
+    from rankgrad.data.readers import READERS
+    from rankgrad.data.readers import check_data as check
+
+    parser = Parser("rankgrad check-data", "Read a data set, compare it with its published sizes, and describe it.")
+    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(READERS)}")
+    parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help="where it is")
+    parser.add_argument("--partial", action="store_true", help="accept an incomplete copy and list what is missing")
+    given = parser.parse(arguments)
+    if given.name not in READERS:
+        parser.error(f"there is no data set {given.name!r}: {did_you_mean(given.name, READERS)}")
+    print(check(given.name, given.folder, partial=given.partial))
+    return 0
+
+
+def protocols(arguments: Sequence[str]) -> int:
+    """`rankgrad protocols`."""
+    from rankgrad.eval import describe_protocols
+
+    Parser("rankgrad protocols", "List the evaluation protocols and metrics with their definitions.").parse(arguments)
+    print(describe_protocols())
+    return 0
+
+
+def report(arguments: Sequence[str]) -> int:
+    """`rankgrad report RUN [RUN...]`."""
+    from rankgrad.report.page import page
+    from rankgrad.report.run_reader import read_runs
+    from rankgrad.report.thumbnails import Thumbnails
+
+    parser = report_parser("rankgrad report", "Write one HTML page about a run or several; it opens offline.")
+    parser.add_argument("--split", metavar="NAME", help="test split of the curves and pictures [test, or the first]")
+    parser.add_argument("--no-pictures", dest="pictures", action="store_false", help="leave out pictures of queries")
+    given = parser.parse(arguments)
+    out = report_path(given.runs, given.out)
+    runs = read_runs(given.runs)
+    _check_split(runs, given.split)
+    write_page(out, page(runs, split=given.split, pictures=Thumbnails(wanted=given.pictures)))
+    return 0
+
+
+def report_parser(prog: str, description: str) -> Parser:
+    """The arguments of every report."""
+    parser = Parser(prog, description)
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run; others are compared with the first")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="file to write [RUN/report.html; of several runs report-RUN-RUN.html]"
+    )
+    return parser
+
+
+def report_path(runs: Sequence[Path], out: Path | None) -> Path:
+    """Where a report goes: without --out into its run, or under a name that says which runs it compares."""
+    if out is None:
+        names = [run.resolve().name for run in runs]
+        # file systems end at 255 bytes
+        return runs[0] / "report.html" if len(runs) == 1 else Path(f"{'-'.join(['report', *names])[:100]}.html")
+    if out.is_dir():
+        raise IsADirectoryError(f"--out must be a file, got the folder {out}: use --out {out / 'report.html'}")
+    return out
+
+
+def write_page(path: Path, content: str) -> None:
+    """Write a page in one move and print where it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, content)
+    print(f"{printable(str(path))} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+def _check_split(runs: "Sequence[Run]", split: str | None) -> None:
     known = sorted({name for run in runs for name in run.evaluations})
     if split is not None and split not in known:
-        there = f"there is {', '.join(known)}" if known else "nothing has been tested yet, `rankgrad eval RUN` does it"
-        raise ValueError(f"--split must be something that was tested, got {split!r}: {there}")
+        there = f"choose one of {', '.join(known)}" if known else "nothing has been tested yet; run `rankgrad eval RUN`"
+        raise ValueError(f"--split must be a split that was tested, got {split!r}: {there}")
 
 
-def write(path: Path, content: str) -> None:
-    """Replaces the file in one move, so that nobody reads half a page."""
-    if path.is_dir():
-        raise IsADirectoryError(f"--out must be a file, got the folder {path}: give {path / 'report.html'}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".html")
-    temporary = Path(name)
+def figures(arguments: Sequence[str]) -> int:
+    """`rankgrad figures [NAME...]`: NAME.svg (or .png) and NAME.txt for each picture, and one file of numbers."""
+    from rankgrad.report.figures import pictures
+    from rankgrad.report.figures.style import DARK, LIGHT, save
+
+    options = _figure_options(arguments)
+    theme, ending = (DARK, "-dark") if options.dark else (LIGHT, "")
+    names = options.names or list(pictures.PICTURES)
+    for number, name in enumerate(names, start=1):
+        picture = pictures.PICTURES[name]
+        print(f"{number}/{len(names)} {name}: {picture.shows} ...", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        numbers = picture.compute()
+        path = options.out / f"{name}{ending}.{options.format}"
+        save(picture.draw(numbers, theme), path, theme)
+        text = picture.caption(numbers)
+        (options.out / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
+        entry = {"shows": picture.shows, "caption": text, "numbers": pictures.as_json(numbers)}
+        _add_numbers(options.out / NUMBERS, name, entry)
+        print(f"{number}/{len(names)} {name}: {format_duration(time.perf_counter() - began)}", file=sys.stderr, flush=True)
+        print(path, flush=True)
+    return 0
+
+
+def _figure_options(arguments: Sequence[str]) -> argparse.Namespace:
+    from rankgrad.report.figures.pictures import PICTURES
+
+    parser = Parser(
+        "rankgrad figures",
+        "Compute and draw the papers' figures, each with its caption, and write the numbers that were drawn.",
+        epilog="pictures:\n"
+        + table(["name", "shows"], [(name, picture.shows) for name, picture in PICTURES.items()], indent="  "),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("names", metavar="NAME", nargs="*", help="pictures to draw [all]")
+    add("--out", type=Path, default=Path("figures"), metavar="DIR", help="folder to write to [%(default)s]")
+    add("--format", choices=("svg", "png"), default="svg", help="file format, %(choices)s [%(default)s]")
+    add("--dark", action="store_true", help="draw on a dark background, as NAME-dark")
+    options = parser.parse(arguments)
+    for name in options.names:
+        if name not in PICTURES:
+            parser.error(f"there is no picture {name!r}: {did_you_mean(name, PICTURES)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        temporary.chmod(0o644)  # mkstemp makes it readable for its owner only
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        parser.error(f"--out must be a folder that can be written to, got {options.out}: {problem.strerror}")
+    return options
+
+
+def _add_numbers(path: Path, name: str, entry: dict[str, Any]) -> None:
+    """Add the numbers of a picture to those of the others in the folder."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # no file, or a damaged one: start again
+        known = {}
+    replace_file(path, json.dumps({**known, name: entry}, ensure_ascii=False) + "\n")

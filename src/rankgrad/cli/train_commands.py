@@ -1,4 +1,4 @@
-"""The verbs around recipes: train, eval, recipes, check-data, check-equivalence, plan, sweep, study, protocols."""
+"""The verbs that train and test: train, eval, plan, check-equivalence, sweep, study."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ import torch
 from rankgrad._messages import did_you_mean
 from rankgrad.cli.launch import FailedProcessError, launch, without_flag
 from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named
-from rankgrad.recipes.catalogue import RECIPES, description, find, listing
+from rankgrad.recipes.catalogue import find, recipes_of
 from rankgrad.runs.data_cache import DataCache, RunContext
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.run_folder import RECIPE_FILE
@@ -96,38 +96,6 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
-def recipes(arguments: Sequence[str]) -> int:
-    """`rankgrad recipes [NAME or part of it]`."""
-    parser = Parser("rankgrad recipes", "List the recipes, or show one whole.")
-    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="a recipe, or what the listed ones should contain")
-    given = parser.parse(arguments)
-    print(description(RECIPES[given.name]) if given.name in RECIPES else listing(given.name))
-    return 0
-
-
-def check_data(arguments: Sequence[str]) -> int:
-    """`rankgrad check-data NAME DIR`."""
-    from rankgrad.data.readers import READERS
-    from rankgrad.data.readers import check_data as check
-
-    parser = Parser("rankgrad check-data", "Read a data set, check it against what is published, and describe it.")
-    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(READERS)}")
-    parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help="where it lies")
-    parser.add_argument("--partial", action="store_true", help="accept an incomplete copy, saying what is absent")
-    given = parser.parse(arguments)
-    print(check(given.name, given.folder, partial=given.partial))
-    return 0
-
-
-def protocols(arguments: Sequence[str]) -> int:
-    """`rankgrad protocols`."""
-    from rankgrad.eval import describe_protocols
-
-    Parser("rankgrad protocols", "The evaluation protocols by name, each with its rule.").parse(arguments)
-    print(describe_protocols())
-    return 0
-
-
 def plan(arguments: Sequence[str]) -> int:
     """`rankgrad plan RECIPE`."""
     from rankgrad.runs.retrieval_cost import plan_recipe
@@ -195,10 +163,12 @@ def sweep(arguments: Sequence[str]) -> int:
 
 def study(arguments: Sequence[str]) -> int:
     """`rankgrad study omniglot --data DIR`."""
-    from rankgrad.runs.study import STUDIES, run_study
+    from rankgrad.recipes.studies import studies_of
+    from rankgrad.runs.study import run_study
 
+    known = studies_of(RetrievalRecipe)
     parser = Parser("rankgrad study", "Run the papers' ablations on one data set and print them as a table.")
-    parser.add_argument("study", metavar="STUDY", help=f"one of {', '.join(STUDIES)}")
+    parser.add_argument("study", metavar="STUDY", help=f"one of {', '.join(known)}")
     parser.add_argument("--only", metavar="PATTERN", default="", help="only the lines whose group or label contains this")
     parser.add_argument("--seeds", metavar="N or A,B", default="1", help="how many seeds, or which [1]")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="a line per run; a table is written beside it [in --out]")
@@ -207,10 +177,11 @@ def study(arguments: Sequence[str]) -> int:
     _add_place(parser)
     add_settings(parser, RetrievalRecipe)
     given = parser.parse(arguments)
-    if given.study not in STUDIES:
-        hint = did_you_mean(given.study, STUDIES)
+    if given.study not in known:
+        hint = did_you_mean(given.study, known)
         parser.error(f"there is no study {given.study!r}: {hint}")
-    chosen = STUDIES[given.study]
+    chosen = known[given.study]
+    assert isinstance(chosen.base, RetrievalRecipe)
     base = chosen.base.with_settings(changed_settings(given, RetrievalRecipe))
     folder = given.out or Path("runs") / f"study-{chosen.name}{'-debug' if given.debug else ''}"
     seeds = parse_seeds(given.seeds)
@@ -241,8 +212,9 @@ def _recipe_parser(prog: str, about: str, arguments: Sequence[str]) -> Parser:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="see `rankgrad recipes` [images of your own]")
     parser.add_argument("--debug", action="store_true", help="shrink it to a minute on a CPU, to see that all of it works")
     _add_place(parser)
-    named = next((argument for argument in arguments if argument in RECIPES), "own-images")
-    add_settings(parser, RetrievalRecipe, RECIPES[named])
+    known = recipes_of(RetrievalRecipe)
+    named = next((argument for argument in arguments if argument in known), "own-images")
+    add_settings(parser, RetrievalRecipe, known[named])
     return parser
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rankgrad.cli.show_commands import write
+from rankgrad._files import replace_file
 from rankgrad.detection import box_results
 from rankgrad.detection.box_evaluation import LEFT_OUT, RIGHT, WRONG, ClassResult
 from rankgrad.detection.detection_recipe import METRIC
@@ -42,7 +42,7 @@ Test = tuple[box_results.Tested, Mapping[str, Any]]
 
 def write_report(folders: Sequence[Path], path: Path) -> Path:
     """Writes the page about the runs in `folders`, the first of which the others are compared with."""
-    write(path, page(folders))
+    replace_file(path, page(folders))
     return path
 
 

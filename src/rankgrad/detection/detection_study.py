@@ -8,20 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rankgrad.detection.detection_recipe import METRIC, RECIPES, DetectionRecipe
+from rankgrad.detection.detection_recipe import METRIC, DetectionRecipe
 from rankgrad.detection.detection_task import TEST, Place, examine, read_split, train
 from rankgrad.runs.ledger import Entry, Ledger, as_csv, markdown, percentages
+from rankgrad.runs.study import Study
 from rankgrad.train.checkpoints import RunFolder
 
 CHECKPOINT_EVERY = 500
 
 
-LINES = {"cross-entropy": "ce", "AP loss": "rambo"}
-STUDIES = ("shapes", "cells")
-
-
 def run_study(
-    name: str,
+    study: Study,
     changes: Mapping[str, Any],
     seeds: Sequence[int],
     place: Place,
@@ -35,21 +32,23 @@ def run_study(
     A study that was stopped goes on where it was: a finished run is a line of a ledger, an unfinished one is resumed.
     """
     ledger = Ledger(folder / "ledger.jsonl")
-    csv = csv or folder / f"{name}.csv"
+    csv = csv or folder / f"{study.name}.csv"
     csv.parent.mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[Entry]] = {}
     text = ""
-    for title, short in LINES.items():
-        recipe = RECIPES[f"{name}-{short}"].with_settings(changes)
+    for variation in study.variations:
+        title = variation.label
+        assert isinstance(variation.base, DetectionRecipe), "a detection study has a recipe for each line"
+        recipe = variation.base.with_settings(changes)
         if debug:
             # what the command line says stands, also in a shrunk run
             recipe = recipe.debug_version(has_data=place.data is not None).with_settings(changes)
         for seed in seeds:
             seeded = replace(recipe, seed=seed, checkpoint_every=recipe.checkpoint_every or CHECKPOINT_EVERY)
-            entry = _finished(name, title, seeded, place, folder, ledger, debug=debug)
+            entry = _finished(study.name, title, seeded, place, folder, ledger, debug=debug)
             rows.setdefault(title, []).append(entry)
             csv.write_text(as_csv(each for entries in rows.values() for each in entries), encoding="utf-8")
-            text = _table(name, rows)
+            text = _table(study.name, rows)
             csv.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     return text
 

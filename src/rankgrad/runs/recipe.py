@@ -316,6 +316,20 @@ class Recipe:
         raise NotImplementedError
 
 
+def flag_of(name: str) -> str:
+    """`--batch-size` for batch_size."""
+    return f"--{name.replace('_', '-')}"
+
+
+def format_value(value: object) -> str:
+    """The value of a setting as the command line takes it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ",".join(map(format_value, value)) or "-"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _without_caller(message: str) -> str:
     """Drop the name of the class that a check of ours begins with."""
     return re.sub(r"^[A-Z]\w+: ", "", message)

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rankgrad._messages import did_you_mean
-from rankgrad.cli.parser import flag_of
-from rankgrad.recipes.catalogue import shown
 from rankgrad.runs.data_cache import DataCache
 from rankgrad.runs.ledger import Entry, Ledger, as_csv, key_of, markdown, mean_and_deviation, percentages
 from rankgrad.runs.pipeline import train_and_evaluate
-from rankgrad.runs.recipe import settings_of
+from rankgrad.runs.recipe import flag_of, format_value, settings_of
 from rankgrad.runs.retrieval_evaluation import is_headline
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 
@@ -90,7 +88,7 @@ def combinations(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 def label_of(changes: Mapping[str, Any]) -> str:
     """`lr=0.0001 bins=10`."""
-    return " ".join(f"{name}={shown(value)}" for name, value in changes.items()) or "as it is"
+    return " ".join(f"{name}={format_value(value)}" for name, value in changes.items()) or "as it is"
 
 
 def sweep(
@@ -161,7 +159,7 @@ def _write(found: Sweep, recipe: Recipe, folder: Path) -> None:
         "recipe": recipe.name,
         "metric": found.metric,
         "chosen": dict(found.chosen),
-        "flags": [f"{flag_of(name)}={shown(value)}" for name, value in found.chosen.items()],
+        "flags": [f"{flag_of(name)}={format_value(value)}" for name, value in found.chosen.items()],
         "runs": [vars(entry) for entry in entries],
     }
     (folder / "sweep.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
