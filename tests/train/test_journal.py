@@ -1,22 +1,18 @@
-"""The journal, its trackers, and the progress on a terminal and elsewhere."""
+"""The journal, and the progress on a terminal and elsewhere."""
 
 import io
 import json
 import math
 import os
 import sys
-import types
 
 import pytest
 import torch
 
-from rankgrad.train import journal, progress
+from rankgrad.train import progress
 from rankgrad.train.errors import TrainingError
-from rankgrad.train.journal import Journal, JsonLines, entries, open_journal, provenance
+from rankgrad.train.journal import Journal, JsonLines, entries, provenance
 from rankgrad.train.progress import Progress
-from rankgrad.train.settings import TrainSettings
-
-SETTINGS = TrainSettings(epochs=1, tensorboard="off")
 
 
 def written(path):
@@ -25,8 +21,8 @@ def written(path):
 
 def test_entries_are_stamped_and_plain(tmp_path):
     path = tmp_path / "journal.jsonl"
-    notes = open_journal(path, SETTINGS)
-    notes.note("step", step=3, epoch=1, loss=torch.tensor(0.5), lr=math.inf, ks=(1, 2), root=tmp_path, none=None)
+    notes = Journal([JsonLines(path)])
+    notes.log("step", step=3, epoch=1, loss=torch.tensor(0.5), lr=math.inf, ks=(1, 2), root=tmp_path, none=None)
     notes.close()
     (entry,) = written(path)
     assert entry.pop("time").endswith("+00:00")
@@ -38,16 +34,16 @@ def test_entries_are_stamped_and_plain(tmp_path):
 def test_a_resumed_journal_tells_one_story(tmp_path):
     path = tmp_path / "journal.jsonl"
     notes = Journal([JsonLines(path)])
-    notes.note("start", step=0, epoch=1)
+    notes.log("start", step=0, epoch=1)
     for step in range(1, 6):
-        notes.note("step", step=step, epoch=1)
-    notes.note("warning", step=5, epoch=1, message="kept, since it happened")
+        notes.log("step", step=step, epoch=1)
+    notes.log("warning", step=5, epoch=1, message="kept, since it happened")
     notes.close()
     with path.open("a") as file:
         file.write('{"kind": "step", "st')  # torn by a crash
     notes = Journal([JsonLines(path, resume_at=3)])
-    notes.note("resume", step=3, epoch=1)
-    notes.note("step", step=4, epoch=1)
+    notes.log("resume", step=3, epoch=1)
+    notes.log("step", step=4, epoch=1)
     notes.close()
     story = [(entry["kind"], entry["step"]) for entry in written(path)]
     assert story == [("start", 0), ("step", 1), ("step", 2), ("step", 3), ("warning", 5), ("resume", 3), ("step", 4)]
@@ -71,69 +67,6 @@ def test_provenance_names_versions_and_hardware():
     assert {"python", "torch", "numpy", "rankgrad"} <= found["versions"].keys()
     assert found["hardware"]["cpus"] >= 1
     assert found["command"] == sys.argv
-
-
-def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
-    curves = []
-
-    class Writer:
-        def __init__(self, folder):
-            curves.append(folder)
-
-        def add_scalar(self, name, value, step):
-            curves.append((name, value, step))
-
-        def close(self):
-            curves.append("closed")
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
-    monkeypatch.setattr(journal.importlib.util, "find_spec", lambda name: name)
-    notes = open_journal(tmp_path / "journal.jsonl", TrainSettings(epochs=1))
-    notes.note("step", step=2, epoch=1, loss=0.25, note="words are no curve")
-    notes.note("eval", step=5, epoch=1, split="test", metrics={"R@1": 0.5})
-    notes.note("warning", step=5, epoch=1, message="no curve either")
-    notes.close()
-    assert curves == [
-        str(tmp_path / "tensorboard"),
-        ("train/epoch", 1.0, 2),
-        ("train/loss", 0.25, 2),
-        ("test/R@1", 0.5, 5),
-        "closed",
-    ]
-
-
-def test_weights_and_biases_gets_the_same(tmp_path, monkeypatch):
-    calls = []
-
-    class Run:
-        def log(self, numbers, step):
-            calls.append((numbers, step))
-
-        def finish(self):
-            calls.append("finished")
-
-    def init(**options):
-        calls.append(options)
-        return Run()
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, __spec__=True))
-    monkeypatch.setattr(journal.importlib.util, "find_spec", lambda name: name)
-    settings = TrainSettings(epochs=1, tensorboard="off", wandb="retrieval")
-    notes = open_journal(tmp_path / "journal.jsonl", settings)
-    notes.note("step", step=2, epoch=1, loss=0.25)
-    notes.note("warning", step=2, epoch=1, message="nothing to log")
-    notes.close()
-    assert calls[0]["project"] == "retrieval"
-    assert calls[0]["resume"] == "allow"
-    assert calls[0]["config"] == settings.as_dict()
-    assert calls[1:] == [({"train/epoch": 1.0, "train/loss": 0.25}, 2), "finished"]
-
-
-@pytest.mark.parametrize(("settings", "package"), [({"tensorboard": "on"}, "tensorboard"), ({"wandb": "x"}, "wandb")])
-def test_a_missing_package_is_named(tmp_path, monkeypatch, settings, package):
-    monkeypatch.setattr(journal.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=f"pip install .*{package}"):
-        open_journal(tmp_path / "journal.jsonl", TrainSettings(epochs=1, **settings))
 
 
 class Terminal(io.StringIO):

@@ -1,27 +1,24 @@
-"""What decides a training run besides model, loss and data."""
+"""Settings of a training run: everything but model, loss and data."""
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
 from rankgrad._checks import check_choice, check_count, check_not_negative, check_positive
-from rankgrad.train.sharding import PARALLELS, Parallel
+from rankgrad.train.sharding import Parallel
 
 Optimizer: TypeAlias = Literal["adam", "adamw", "sgd"]
 Schedule: TypeAlias = Literal["constant", "step", "cosine", "exponential"]
 Precision: TypeAlias = Literal["float32", "bf16", "fp16"]
 Keep: TypeAlias = int | Literal["auto"]
 
-OPTIMIZERS = ("adam", "adamw", "sgd")
-SCHEDULES = ("constant", "step", "cosine", "exponential")
 AUTOCAST: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# what a resumed run may change: it decides how often something is written or shown, or how a step is cut, but not
-# which step it is
-FREE_TO_CHANGE = frozenset(
+# settings that a resumed run may change: how often something is written or shown, or how a step is computed, but not its result
+MUTABLE_ON_RESUME = frozenset(
     {
         "cuda_graphs",
         "log_every",
@@ -32,23 +29,20 @@ FREE_TO_CHANGE = frozenset(
         "chunk_size",
         "keep",
         "parallel",
-        "tensorboard",
-        "wandb",
     }
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Settings of `fit`, checked when they are made.
+    """Settings of `fit`, validated on construction.
 
     Attributes:
-        epochs: passes over the batches, 0 for no limit. One of `epochs` and `steps` is above 0; of two the first to be
-            reached ends the run.
-        steps: optimizer steps, one for each batch, 0 for no limit.
+        epochs: passes over the batches, 0 for no limit. Set `epochs`, `steps` or both; the first limit reached ends the run.
+        steps: optimizer steps, one per batch, 0 for no limit.
         optimizer: "adam", "adamw" or "sgd".
-        lr: learning rate of the parameter groups that bring none.
-        weight_decay: the same for weight decay.
+        lr: learning rate of parameter groups without their own.
+        weight_decay: weight decay of parameter groups without their own.
         betas: of Adam and AdamW.
         eps: of Adam and AdamW.
         momentum: of SGD.
@@ -58,24 +52,22 @@ class TrainSettings:
         gamma: the factor of "step" and "exponential".
         warmup_steps: steps over which all learning rates grow linearly from 0.
         warmup_epochs: the same in epochs, fractions allowed; one of the two.
-        clip: longest gradient over all parameters together, 0 for any length.
+        clip: largest gradient norm over all parameters, 0 for no clipping.
         precision: "float32", or autocast to "bf16" or "fp16" (the latter with a scaled loss).
-        compile: `torch.compile` for the model.
-        cuda_graphs: record the model's pass over a batch of one chunk on a GPU, so that the host does not launch every layer.
+        compile: compile the model with `torch.compile`.
+        cuda_graphs: record the model's passes as CUDA graphs, so that the host does not launch every layer.
         channels_last: memory format of model and images.
-        chunk_size: images that go through the model at once; 0 for the whole batch, "auto" for what memory allows.
-        keep: chunks whose first forward pass is kept for the backward pass, see `LargeBatch`.
-        evaluate_every: epochs between evaluations, 0 for none but the one at the end.
-        metric: name among an evaluator's metrics that decides on the best checkpoint, larger is better.
-        patience: evaluations without a better metric after which the run ends, 0 for never.
+        chunk_size: images per forward pass; 0 for the whole batch, "auto" for what fits in memory.
+        keep: chunks whose activations are kept from the first pass for the backward pass, see `LargeBatch`.
+        evaluate_every: epochs between evaluations, 0 for one at the end only.
+        metric: metric of the evaluator that selects the best checkpoint; larger is better.
+        patience: stop after this many evaluations without improvement, 0 for never.
         log_every: steps between journal entries with diagnostics.
-        checkpoint_every: steps between checkpoints, 0 for the end of every epoch.
-        keep_last: checkpoints that stay besides the best one.
+        checkpoint_every: steps between checkpoints, 0 for one per epoch.
+        keep_last: number of checkpoints kept besides the best.
         seed: of all randomness.
         parallel: with several processes, "ddp" (each has a copy of the model) or "fsdp" (parameters, gradients and optimizer
-            state are divided among them, FSDP2).
-        tensorboard: "auto" writes curves where the package is installed, "on" insists, "off" does not.
-        wandb: project at Weights & Biases, empty for none.
+            state are sharded, FSDP2).
     """
 
     epochs: int = 0
@@ -106,8 +98,6 @@ class TrainSettings:
     keep_last: int = 2
     seed: int = 0
     parallel: Parallel = "ddp"
-    tensorboard: Literal["auto", "on", "off"] = "auto"
-    wandb: str = ""
 
     def __post_init__(self) -> None:
         caller = type(self).__name__
@@ -119,11 +109,10 @@ class TrainSettings:
             check_positive(getattr(self, name), name=name, caller=caller)
         for name in ("weight_decay", "momentum", "warmup_epochs", "clip"):
             check_not_negative(getattr(self, name), name=name, caller=caller)
-        check_choice(self.optimizer, OPTIMIZERS, name="optimizer", caller=caller)
-        check_choice(self.schedule, SCHEDULES, name="schedule", caller=caller)
-        check_choice(self.precision, AUTOCAST, name="precision", caller=caller)
-        check_choice(self.parallel, PARALLELS, name="parallel", caller=caller)
-        check_choice(self.tensorboard, ("auto", "on", "off"), name="tensorboard", caller=caller)
+        check_choice(self.optimizer, get_args(Optimizer), name="optimizer", caller=caller)
+        check_choice(self.schedule, get_args(Schedule), name="schedule", caller=caller)
+        check_choice(self.precision, get_args(Precision), name="precision", caller=caller)
+        check_choice(self.parallel, get_args(Parallel), name="parallel", caller=caller)
         for name in ("chunk_size", "keep"):
             if getattr(self, name) != "auto":
                 check_count(getattr(self, name), name=name, caller=caller, least=0)
@@ -154,20 +143,20 @@ class TrainSettings:
         return min(limits)
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields as JSON knows them: tuples are lists."""
+        """All fields in JSON types: tuples become lists."""
         return {
             field.name: list(value) if isinstance(value := getattr(self, field.name), tuple) else value
             for field in dataclasses.fields(self)
         }
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """What stands against continuing a run that was started with the settings `saved`, one phrase each."""
+        """Why a run started with the settings `saved` cannot be continued with these, one phrase per setting."""
         differences = []
         for name, value in self.as_dict().items():
             before = saved.get(name)
-            if name in FREE_TO_CHANGE or value == before:
+            if name in MUTABLE_ON_RESUME or value == before:
                 continue
-            # a longer run is the same run as far as the first one went, unless its schedule stretches with it
+            # a longer run has the same first steps, unless its schedule depends on the length
             lengthens = name in ("epochs", "steps") and self.schedule != "cosine"
             if lengthens and before is not None and (value == 0 or 0 < before < value):
                 continue
