@@ -32,7 +32,8 @@ from rankgrad.recipes.catalogue import find
 from rankgrad.runs.data_cache import DataCache, RunContext
 from rankgrad.runs.pipeline import load_run, start_run
 from rankgrad.search import build_index, embed_images, folder_of_images, open_run
-from rankgrad.train.checkpoints import MANIFEST, STATE, WEIGHTS, RunFolder
+from rankgrad.train.checkpoints import MANIFEST, STATE, WEIGHTS, CheckpointStore
+from rankgrad.train.state_file import read_state, state_bytes
 
 CPU = torch.device("cpu")
 
@@ -219,7 +220,7 @@ class Checkpoints:
             return f"{what}, signed", content
         if rng.random() < 0.4:
             return "a program in it, signed", malicious_pickle(canary, rng)
-        state = torch.load(path, weights_only=True)
+        state = read_state(path)
         part = rng.choice(sorted(state))
         # what is inside the optimizer and the loss is theirs; of the rest every place
         owner, key = state, part
@@ -231,9 +232,7 @@ class Checkpoints:
         else:
             owner[key] = rng.choice((None, 7, "x", [], {"x": 1}, torch.zeros(2), -1))
             what = f"{part} = {str(owner[key])[:20]}, signed"
-        file = io.BytesIO()
-        torch.save(state, file)
-        return what, file.getvalue()
+        return what, state_bytes(state)
 
 
 def _sign(folder: Path) -> None:
@@ -259,7 +258,7 @@ def _opening(run: Path, rng: random.Random) -> Callable[[], object]:
 
 
 def _newest(run: Path) -> None:
-    found, _ = RunFolder(run).newest_good()
+    found, _ = CheckpointStore(run / "checkpoints").newest_good()
     if found is not None:
         found.weights()
         found.state()

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from benchmarks.trials.kill_trials import KillTrials
 from benchmarks.trials.run_lifecycle import TIMEOUT, Attempt, Observer, Process, await_kill_point, differences, outcome, stage
-from rankgrad.train.checkpoints import WEIGHTS, RunFolder
+from rankgrad.train.checkpoints import WEIGHTS, CheckpointStore
 from rankgrad.train.journal import entries
 
 RANK_KILL_POINTS = ("start", "decode", "step", "evaluation", "checkpoint", "step", "test", "any moment")
@@ -143,7 +143,8 @@ class KillRankTrials(KillTrials):
                 what, limit = ("first loss", FIRST_STEP) if first else ("later losses", LATER_STEPS)
                 problems += self._too_far(what, f"the loss of step {step}", distance, limit)
         reference = self.reference_folder(variant)
-        ours, theirs = (load_file(RunFolder(path).checkpoint("last").folder / WEIGHTS) for path in (folder, reference))
+        stores = (CheckpointStore(path / "checkpoints") for path in (folder, reference))
+        ours, theirs = (load_file(store.checkpoint("last").folder / WEIGHTS) for store in stores)
         for name, weights in theirs.items():
             distance = float((ours[name] - weights).norm() / weights.norm().clamp(min=1e-6))
             problems += self._too_far("weights", name, distance, OF_WEIGHTS)
@@ -191,10 +192,11 @@ def _ended_orphans(mark: Path) -> int:
 
 def _complaints(process: Process, rank: int, processes: int, observer: Observer) -> list[str]:
     """What is wrong with the output of a job that lost a rank."""
-    run, output = RunFolder(observer.folder), process.output()
+    run, output = CheckpointStore(observer.folder / "checkpoints"), process.output()
     begun = (observer.folder / "recipe.json").is_file()
-    way = f"{run.way_on()} --processes {processes}" if begun else "Nothing of the run was written: start it again"
-    expected = f"rankgrad train: rank {rank} of {processes} processes was ended by SIGKILL; {run.last_good()}. {way}"
+    resume = f"Continue with: rankgrad train --resume {observer.folder} --processes {processes}"
+    way = resume if begun else "Nothing of the run was written: start it again"
+    expected = f"rankgrad train: rank {rank} of {processes} processes was ended by SIGKILL; {run.describe_last()}. {way}"
     problems = [] if process.status else ["the job's status is 0"]
     if not output.endswith(expected):
         problems.append(f"it should have printed {expected!r} and not {process.last_output()!r}")
@@ -202,7 +204,7 @@ def _complaints(process: Process, rank: int, processes: int, observer: Observer)
 
 
 def _best(folder: Path) -> int | None:
-    pointer = RunFolder(folder).pointer("best")
+    pointer = CheckpointStore(folder / "checkpoints").pointer("best")
     return None if pointer is None else int(pointer["step"])
 
 

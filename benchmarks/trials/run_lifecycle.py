@@ -20,7 +20,7 @@ import torch._dynamo
 import rankgrad.runs.pipeline  # noqa: F401 (loaded once, before any fork)
 from benchmarks.trials.tiny_run import COMMAND
 from rankgrad.cli import main as rankgrad_command
-from rankgrad.train.checkpoints import MANIFEST, STATE, UNFINISHED, RunFolder
+from rankgrad.train.checkpoints import MANIFEST, UNFINISHED, CheckpointStore
 from rankgrad.train.errors import TrainingError
 from rankgrad.train.journal import entries
 
@@ -51,7 +51,7 @@ class Observer:
         """The highest step that last.json was seen to name."""
 
     def update(self) -> None:
-        pointer = RunFolder(self.folder).pointer("last")
+        pointer = CheckpointStore(self.folder / "checkpoints").pointer("last")
         if pointer is not None:
             self.named = max(self.named, int(pointer["step"]))
 
@@ -222,7 +222,7 @@ def stage(observer: Observer, starts: int) -> str:
     if any("step-" in name for name in left):
         return "writing a checkpoint"
     steps = [int(path.name.removeprefix("step-")) for path in observer.checkpoints.glob("step-*")]
-    pointer = RunFolder(observer.folder).pointer("last")
+    pointer = CheckpointStore(observer.folder / "checkpoints").pointer("last")
     if steps and max(steps) > (int(pointer["step"]) if pointer else 0):
         return "between checkpoint and pointer"
     if observer.decoding():
@@ -236,7 +236,7 @@ def stage(observer: Observer, starts: int) -> str:
 
 def complaints_after_kill(observer: Observer) -> list[str]:
     """What a kill has cost; nothing if all is well."""
-    run = RunFolder(observer.folder)
+    run = CheckpointStore(observer.folder / "checkpoints")
     try:
         found, faults = run.newest_good()
     except TrainingError as error:
@@ -262,31 +262,8 @@ def outcome(folder: Path) -> dict[str, Any]:
         "evaluations": [(entry["step"], entry["metrics"]) for entry in journal if entry["kind"] == "eval"],
         "epochs": [(entry["step"], entry["epoch"]) for entry in journal if entry["kind"] == "epoch"],
         "end": [(entry["step"], entry["reason"]) for entry in journal if entry["kind"] == "end"][-1:],
-        **{name: _fingerprint(path) for name, path in files.items() if path.name != MANIFEST},
+        **{name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.name != MANIFEST},
     }
-
-
-def _fingerprint(path: Path) -> str:
-    """Of a file's content; of state.pt what it says, since pickle may say the same in other bytes."""
-    digest = hashlib.sha256()
-    if path.name == STATE:
-        for part in _flat(torch.load(path, weights_only=True)):
-            digest.update(part)
-    else:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _flat(value: Any) -> Iterator[bytes]:
-    if isinstance(value, torch.Tensor):
-        yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield value.contiguous().numpy().tobytes()
-    elif isinstance(value, (dict, list, tuple)):
-        yield f"{type(value).__name__} of {len(value)}".encode()
-        for item in value.items() if isinstance(value, dict) else value:
-            yield from _flat(item)
-    else:
-        yield repr(value).encode()
 
 
 def differences(run: dict[str, Any], reference: dict[str, Any]) -> list[str]:

@@ -1,6 +1,8 @@
 """What a device has left, and what a failed capture of a CUDA graph leaves behind."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +38,11 @@ def _available_in_container() -> int | None:
         return max(int(limit) - int(used), 0) if limit != "max" else None
     except (OSError, ValueError):
         return None
+
+
+def autocast_disabled(device: torch.device) -> Any:
+    """A context in which autocast leaves operations on `device` in their own precision: ranks of 16-bit scores lose order."""
+    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
 def forget_failed_capture(device: torch.device) -> None:

@@ -11,8 +11,8 @@ from job_processes import alive, killed, ranks
 
 from rankgrad import cli
 from rankgrad.cli import train_commands
-from rankgrad.cli.launch import FailedProcessError
 from rankgrad.runs import equivalence
+from rankgrad.train.errors import FailedProcessError
 
 SECONDS = 60
 LENGTH = "6"  # epochs: long enough to be killed on the way

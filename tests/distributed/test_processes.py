@@ -135,7 +135,7 @@ def test_training_takes_the_steps_of_one_process(found, count, name):
     for entry, other in zip(came["steps"], expected["steps"], strict=True):
         assert entry == pytest.approx(other, rel=TOLERANCE, abs=TOLERANCE)
     assert [m["margin"] for m in came["metrics"]] == pytest.approx([m["margin"] for m in expected["metrics"]], abs=TOLERANCE)
-    assert came["files"] == expected["files"] == ["manifest.json", "state.pt", "weights.safetensors"]
+    assert came["files"] == expected["files"] == ["manifest.json", "state.safetensors", "weights.safetensors"]
     assert came["weights"].keys() == expected["weights"].keys()
     for key, weight in expected["weights"].items():
         assert difference(came["weights"][key], weight) <= TOLERANCE

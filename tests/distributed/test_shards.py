@@ -16,11 +16,10 @@ from rankgrad.data.preprocessing import Augment
 from rankgrad.data.samplers import Sequential
 from rankgrad.eval import evaluate, evaluate_sharded
 from rankgrad.ops import sources
-from rankgrad.train.checkpoints import RunFolder
 from rankgrad.train.loop import fit
-from rankgrad.train.processes import Processes, joined
+from rankgrad.train.processes import Processes, join
 from rankgrad.train.settings import TrainSettings
-from rankgrad.train.sharding import refuse_local_statistics
+from rankgrad.train.sharding import check_batch_norm_is_synchronised
 
 
 @pytest.fixture(params=[512, 7], ids=["one tile", "many tiles"])
@@ -72,7 +71,7 @@ def test_what_cannot_be_distributed_is_refused():
 @pytest.mark.parametrize("items", [3, 4, 13, 100])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_shares_are_contiguous_and_even(items, size):
-    shares = [Processes(rank, size).own(items) for rank in range(size)]
+    shares = [Processes(rank, size).shard(items) for rank in range(size)]
     assert [i for own in shares for i in range(items)[own]] == list(range(items))
     lengths = [own.stop - own.start for own in shares]
     assert max(lengths) - min(lengths) <= 1
@@ -102,10 +101,10 @@ def test_processes_see_the_pixels_of_one():
 
 
 def test_without_a_group_a_process_is_alone():
-    with joined(torch.device("cpu")) as processes:
+    with join(torch.device("cpu")) as processes:
         assert (processes.rank, processes.size, processes.first) == (0, 1, True)
         assert processes.gather(3) == [3]
-        assert processes.largest(-2) == -2
+        assert processes.all_max(-2) == -2
     embeddings, labels = torch.randn(20, 4), torch.arange(20) // 4
     assert dict(evaluate_sharded(embeddings, labels, ks=(1,))) == dict(evaluate(embeddings, labels, ks=(1,)))
 
@@ -121,19 +120,19 @@ def test_several_processes_want_a_loss_that_gathers(tmp_path):
 
 def _fit(model, loss, folder, processes, **settings):
     class Agreeing(Processes):
-        def from_first(self, call):
+        def on_first(self, call):
             return call()
 
     there = Agreeing(processes.rank, processes.size)
-    fit(model, loss, [0], TrainSettings(steps=1, **settings), RunFolder(folder), processes=there)
+    fit(model, loss, [0], TrainSettings(steps=1, **settings), folder, processes=there)
 
 
 def test_statistics_of_one_process_are_refused():
-    refuse_local_statistics(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+    check_batch_norm_is_synchronised(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match=r"must not use the statistics of one, but 1 would \(of 1\). Freeze it"):
-        refuse_local_statistics(model)
-    refuse_local_statistics(model.eval())
+    with pytest.raises(ValueError, match=r"1 \(and 0 more\) would normalise with the statistics of one process"):
+        check_batch_norm_is_synchronised(model)
+    check_batch_norm_is_synchronised(model.eval())
 
 
 def test_an_unknown_way_to_spread_a_model_is_refused():

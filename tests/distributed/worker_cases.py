@@ -29,13 +29,13 @@ from rankgrad.eval import evaluate_sharded, evaluate_table, rank_counts
 from rankgrad.recipes.catalogue import find
 from rankgrad.runs.data_cache import RunContext
 from rankgrad.runs.equivalence import Equivalence, compare
-from rankgrad.train.checkpoints import RunFolder
+from rankgrad.train.checkpoints import CheckpointStore
 from rankgrad.train.errors import TrainingError
 from rankgrad.train.journal import entries
 from rankgrad.train.loop import fit
-from rankgrad.train.processes import Processes, Shared, joined, leave
+from rankgrad.train.processes import Processes, exit_process, join
 from rankgrad.train.settings import TrainSettings
-from rankgrad.train.sharding import spread, whole
+from rankgrad.train.sharding import ShardedBatches, full_tensors, wrap_model
 
 WIDTH, DIM = 6, 5
 
@@ -107,12 +107,12 @@ def gradients(loss: Any, batch: str, way: str, processes: Processes) -> dict[str
     parallel, chunk, keep = WAYS[way]
     model, groups = network(), []
     if parallel is not None:
-        model, _ = spread(model, groups, parallel, processes)
+        model, _ = wrap_model(model, groups, parallel, processes)
     together = rg.DistributedRankLoss(loss, averaged=parallel is not None)
     step = rg.LargeBatch(model, together, chunk, keep, processes=processes)
     for number in range(2):
         images, labels = inputs(batch, number)
-        own = processes.own(len(labels))
+        own = processes.shard(len(labels))
         model.zero_grad(set_to_none=True)
         value = step(images[own], labels[own])
     found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
@@ -120,7 +120,7 @@ def gradients(loss: Any, batch: str, way: str, processes: Processes) -> dict[str
         for gradient in found.values():
             dist.all_reduce(gradient)
     count = together.used_queries.double()
-    return {"loss": value, "used": count, **{name: whole(gradient).clone() for name, gradient in found.items()}}
+    return {"loss": value, "used": count, **{name: full_tensors(gradient).clone() for name, gradient in found.items()}}
 
 
 def exchanges(processes: Processes) -> dict[str, int]:
@@ -136,7 +136,7 @@ def exchanges(processes: Processes) -> dict[str, int]:
 
         model.register_comm_hook(calls, hook)
         images, labels = inputs("own positives", 0)
-        own = processes.own(len(labels))
+        own = processes.shard(len(labels))
         step = rg.LargeBatch(model, rg.DistributedRankLoss(rg.SmoothAPLoss()), chunk, 1, processes=processes)
         step(images[own], labels[own])
         calls.clear()  # the first step builds the buckets anew
@@ -263,7 +263,6 @@ def run(
         checkpoint_every=2,
         log_every=1,
         parallel=parallel,
-        tensorboard="off",
     )
     loss = rg.EmbeddingMemory(rg.RecallAtKLoss(), 2)
     model = ShortOfMemory(small(dropout=0.0).double(), most, processes)
@@ -273,9 +272,9 @@ def run(
         outcome = fit(
             model,
             rg.DistributedRankLoss(loss) if processes.size > 1 else loss,
-            Shared(batches, processes),
+            ShardedBatches(batches, processes),
             settings,
-            RunFolder(folder),
+            folder,
             evaluators={"validation": held_out_doubles},
             select="validation",
             resume=resume,
@@ -287,7 +286,7 @@ def run(
     if not processes.first:
         return told
     journal = list(entries(folder / "journal.jsonl"))
-    weights = RunFolder(folder).newest_good()[0]
+    weights = CheckpointStore(folder / "checkpoints").newest_good()[0]
     return {
         **told,
         "steps": [
@@ -379,11 +378,11 @@ def everything(processes: Processes, folder: Path, stopped: Path | None = None) 
 def main(folder: Path, stopped: Path | None) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    with joined(torch.device("cpu")) as processes:
+    with join(torch.device("cpu")) as processes:
         found = everything(processes, folder, stopped)
         if processes.first:
             torch.save(found, folder / "found.pt")
-    leave(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

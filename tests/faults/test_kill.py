@@ -13,7 +13,7 @@ import torch
 from benchmarks.trials.kill_rank_trials import RANK_KILL_POINTS, KillRankTrials
 from benchmarks.trials.run_lifecycle import Observer, complaints_after_kill, differences, outcome
 
-from rankgrad.train.checkpoints import WEIGHTS, RunFolder
+from rankgrad.train.checkpoints import WEIGHTS, CheckpointStore
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,57 +42,48 @@ def test_a_killed_rank_ends_its_job_and_the_run_goes_on():
 
 @pytest.fixture
 def run(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    folder.prepare()
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    store.prepare()
     model = torch.nn.Linear(2, 2)
     for step in (3, 6):
-        folder.save(model, {"step": step}, step=step, epoch=1, metrics={})
+        store.save(model, {"step": step}, step=step, epoch=1, metrics={})
     entry = {"kind": "step", "step": 6, "epoch": 1, "loss": 0.5, "gradient": 1.0}
-    (folder.path / "journal.jsonl").write_text(json.dumps(entry) + "\n")
-    return folder
+    (store.path.parent / "journal.jsonl").write_text(json.dumps(entry) + "\n")
+    return store.path.parent
 
 
 def test_a_good_folder_has_no_complaints(run):
-    observer = Observer(run.path)
+    observer = Observer(run)
     observer.update()
     assert observer.named == 6
     assert complaints_after_kill(observer) == []
 
 
 def test_a_lost_and_a_damaged_checkpoint_are_noticed(run):
-    observer = Observer(run.path)
+    observer = Observer(run)
     observer.update()
-    weights = run.checkpoints / "step-00000006" / WEIGHTS
+    weights = run / "checkpoints" / "step-00000006" / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-1])
     assert re.search("damaged: step-00000006: weights.safetensors has", complaints_after_kill(observer)[0])
     assert "what is left is of step 3" in complaints_after_kill(observer)[1]
-    shutil.rmtree(run.checkpoints / "step-00000003")
-    assert "holds no checkpoint that can be read" in complaints_after_kill(observer)[0]
+    shutil.rmtree(run / "checkpoints" / "step-00000003")
+    assert "holds no readable checkpoint" in complaints_after_kill(observer)[0]
 
 
 @pytest.mark.parametrize("what", ["losses", "a file", "a file too many"])
 def test_a_run_that_diverged_is_noticed(run, what):
-    before = outcome(run.path)
-    assert differences(outcome(run.path), before) == []
+    before = outcome(run)
+    assert differences(outcome(run), before) == []
     if what == "losses":
-        (run.path / "journal.jsonl").write_text((run.path / "journal.jsonl").read_text().replace("0.5", "0.5000001"))
-        assert differences(outcome(run.path), before) == ["losses is not the same"]
+        (run / "journal.jsonl").write_text((run / "journal.jsonl").read_text().replace("0.5", "0.5000001"))
+        assert differences(outcome(run), before) == ["losses is not the same"]
     elif what == "a file":
-        weights = run.checkpoints / "step-00000003" / WEIGHTS
+        weights = run / "checkpoints" / "step-00000003" / WEIGHTS
         weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-        assert differences(outcome(run.path), before) == [f"checkpoints/step-00000003/{WEIGHTS} is not the same"]
+        assert differences(outcome(run), before) == [f"checkpoints/step-00000003/{WEIGHTS} is not the same"]
     else:
-        (run.checkpoints / ".writing-x").write_text("")
-        assert differences(outcome(run.path), before) == ["checkpoints/.writing-x is not the same"]
-
-
-def test_the_state_is_compared_by_what_it_says(run):
-    before = outcome(run.path)
-    state = run.checkpoints / "step-00000006" / "state.pt"
-    torch.save({"step": 6}, state)
-    assert differences(outcome(run.path), before) == []
-    torch.save({"step": 7}, state)
-    assert differences(outcome(run.path), before) == ["checkpoints/step-00000006/state.pt is not the same"]
+        (run / "checkpoints" / ".writing-x").write_text("")
+        assert differences(outcome(run), before) == ["checkpoints/.writing-x is not the same"]
 
 
 @pytest.fixture
@@ -102,13 +93,13 @@ def changed(run, tmp_path):
     evaluation = {"kind": "eval", "step": 6, "epoch": 1, "metrics": {"R@1": 0.5}}
     steps = [{"kind": "step", "step": step, "epoch": 1, "loss": 0.5, "gradient": 1.0} for step in range(1, 7)]
     begun = {"kind": "start", "step": 0, "epoch": 1, "processes": 2}
-    tested = run.path / "eval" / "test"
+    tested = run / "eval" / "test"
     tested.mkdir(parents=True)
     (tested / "result.json").write_text(json.dumps({"metrics": {"R@1": 0.5}}))
-    write_journal(run.path, [begun, *steps, evaluation])
-    shutil.copytree(run.path, trials.reference_folder("memory"))
-    trials.references["memory"] = outcome(run.path)
-    write_journal(run.path, [begun, *steps[:3], {**begun, "kind": "resume", "step": 3, "processes": 1}, *steps[3:], evaluation])
+    write_journal(run, [begun, *steps, evaluation])
+    shutil.copytree(run, trials.reference_folder("memory"))
+    trials.references["memory"] = outcome(run)
+    write_journal(run, [begun, *steps[:3], {**begun, "kind": "resume", "step": 3, "processes": 1}, *steps[3:], evaluation])
     return trials
 
 
@@ -127,15 +118,15 @@ def write_journal(folder, content):
     ],
 )
 def test_another_number_of_processes_may_round_otherwise_and_not_more(run, changed, step, loss, complaint):
-    assert changed.distances("memory", run.path) == []
-    content = [json.loads(line) for line in (run.path / "journal.jsonl").read_text().splitlines()]
-    write_journal(run.path, [{**e, "loss": loss} if e["kind"] == "step" and e["step"] == step else e for e in content])
-    assert changed.distances("memory", run.path) == ([complaint] if complaint else [])
+    assert changed.distances("memory", run) == []
+    content = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    write_journal(run, [{**e, "loss": loss} if e["kind"] == "step" and e["step"] == step else e for e in content])
+    assert changed.distances("memory", run) == ([complaint] if complaint else [])
 
 
 def test_other_weights_and_metrics_of_another_number_of_processes_are_noticed(run, changed):
-    (run.path / "eval" / "test" / "result.json").write_text(json.dumps({"metrics": {"R@1": 0.6}}))
-    run.save(torch.nn.Linear(2, 2), {"step": 6}, step=6, epoch=1, metrics={})
-    found = changed.distances("memory", run.path)
+    (run / "eval" / "test" / "result.json").write_text(json.dumps({"metrics": {"R@1": 0.6}}))
+    CheckpointStore(run / "checkpoints").save(torch.nn.Linear(2, 2), {"step": 6}, step=6, epoch=1, metrics={})
+    found = changed.distances("memory", run)
     assert re.match("(weight|bias) is .* from that of 2 processes", found[0])
     assert found[-1] == "R@1 is 1.0e-01 from that of 2 processes"

@@ -10,8 +10,7 @@ from train.tiny_loop import Vectors, batch, network, remembering
 import rankgrad as rg
 from rankgrad.runs import step_cost
 from rankgrad.runs.embedding import embed
-from rankgrad.runs.step_cost import choose_chunk, plan
-from rankgrad.train.large_batch import LargeBatch
+from rankgrad.runs.step_cost import plan
 from rankgrad.train.settings import TrainSettings
 
 SETTINGS = TrainSettings(epochs=1)
@@ -72,20 +71,6 @@ def test_live_batch_norm_leaves_no_choice():
     made = plan(model, rg.FastAPLoss(), make_batch, SETTINGS)
     assert [cost.chunk_size for cost in made.tried] == [24]
     assert model[0].num_batches_tracked == 0
-
-
-def test_memory_chooses_the_chunk(monkeypatch):
-    model = network()
-    images, _ = make_batch()
-    step = LargeBatch(model, rg.FastAPLoss(), 0)
-    each = step_cost._Meter(step, images, torch.device("cpu")).graph_bytes(20) / 20
-    chosen = []
-    for fitting in (1000, 24, 23, 11, 5, 0):
-        monkeypatch.setattr(step_cost, "available_bytes", lambda device, n=fitting: int(2 * 1.5 * each * (n + 0.5)))
-        chosen.append(choose_chunk(step, images))
-    assert chosen == [0, 0, 12, 8, 5, 1]
-    monkeypatch.setattr(step_cost, "available_bytes", lambda device: None)
-    assert choose_chunk(step, images) == 0
 
 
 class Ordered(Vectors):

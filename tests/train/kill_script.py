@@ -20,7 +20,7 @@ import torch
 import torch._dynamo  # the same: every optimizer loads it
 from train.tiny_loop import Vectors, held_out, network, remembering
 
-from rankgrad.train.checkpoints import RunFolder
+from rankgrad.train.checkpoints import CheckpointStore
 from rankgrad.train.loop import fit
 from rankgrad.train.settings import TrainSettings
 
@@ -37,7 +37,6 @@ SETTINGS = TrainSettings(
     metric="margin",
     checkpoint_every=2,
     log_every=1,
-    tensorboard="off",
 )
 
 
@@ -92,7 +91,7 @@ def train(folder: Path, *, model_call: int = 0, evaluation: int = 0) -> None:
         remembering(),
         Vectors(),
         SETTINGS,
-        RunFolder(folder),
+        folder,
         evaluators={"validation": evaluator},
         select="validation",
         resume=True,
@@ -153,7 +152,7 @@ def forked(life: Callable[[Path], None], folder: Path, kill_after: float | None 
 
 
 def fate(folder: Path, deaths: list[int], last: int) -> dict[str, object]:
-    pointers = {which: RunFolder(folder).pointer(which) for which in ("last", "best")}
+    pointers = {which: CheckpointStore(folder / "checkpoints").pointer(which) for which in ("last", "best")}
     weights = folder / "checkpoints" / pointers["last"]["folder"] / "weights.safetensors"
     journal = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     return {

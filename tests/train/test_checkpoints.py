@@ -12,12 +12,12 @@ from torch import nn
 from train.tiny_loop import Vectors, network, remembering
 
 from rankgrad.train import checkpoints
-from rankgrad.train.checkpoints import RunFolder
+from rankgrad.train.checkpoints import CheckpointStore
 from rankgrad.train.errors import TrainingError
 from rankgrad.train.loop import fit
 from rankgrad.train.settings import TrainSettings
 
-SETTINGS = TrainSettings(epochs=2, lr=1e-2, tensorboard="off")
+SETTINGS = TrainSettings(epochs=2, lr=1e-2)
 
 
 def save(run, step, model=None, **options):
@@ -25,24 +25,24 @@ def save(run, step, model=None, **options):
 
 
 def names(run):
-    return sorted(path.name for path in run.checkpoints.iterdir())
+    return sorted(path.name for path in run.path.iterdir())
 
 
 @pytest.fixture
 def run(tmp_path):
-    run = RunFolder(tmp_path / "deep" / "run")
+    run = CheckpointStore(tmp_path / "deep" / "run" / "checkpoints")
     run.prepare()
     return run
 
 
 def test_what_is_written_can_be_read_by_anybody(tmp_path):
     model, loss = network(), remembering()
-    fit(model, loss, Vectors(), SETTINGS, RunFolder(tmp_path))
+    fit(model, loss, Vectors(), SETTINGS, tmp_path)
     last = tmp_path / "checkpoints" / json.loads((tmp_path / "checkpoints" / "last.json").read_text())["folder"]
     weights = load_file(last / "weights.safetensors")
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
-    state = torch.load(last / "state.pt", weights_only=True)
+    state = CheckpointStore(tmp_path / "checkpoints").checkpoint().state()
     assert state["position"]["step"] == 10
     assert len(state["loss"]["_extra_state"]["past"]) == 2
     assert torch.equal(state["loss"]["_extra_state"]["past"][1][0], loss.past[1][0])
@@ -69,26 +69,24 @@ def test_old_checkpoints_go_and_the_best_stays(run):
     for step in range(1, 6):
         save(run, step, best=best if step >= 2 else None)
     assert names(run) == ["best.json", "last.json", "step-00000002", "step-00000004", "step-00000005"]
-    assert run.checkpoint("best").state() == {"step": 2}
-    assert run.checkpoint("last").state() == {"step": 5}
+    assert run.checkpoint("best").state() == {"step": 2, "format": 2}
+    assert run.checkpoint("last").state() == {"step": 5, "format": 2}
     assert run.pointer("best") == best
 
 
 def test_continuing_from_before_the_best_forgets_it(run):
     for step in (1, 2):
         save(run, step, best={"folder": "step-00000002", "step": 2} if step == 2 else None)
-    run.continue_from(1, None)
+    run.rewind_to(1, None)
     assert names(run) == ["last.json", "step-00000001"]
 
 
 def test_leftovers_are_swept_away(run):
     save(run, 1)
-    (run.checkpoints / ".writing-step-00000002").mkdir()
-    (run.checkpoints / ".writing-step-00000002" / "state.pt").write_text("half")
-    (run.path / ".writing-recipe.json").write_text("half")
+    (run.path / ".writing-step-00000002").mkdir()
+    (run.path / ".writing-step-00000002" / "state.safetensors").write_text("half")
     run.prepare()
     assert names(run) == ["last.json", "step-00000001"]
-    assert [path.name for path in run.path.iterdir()] == ["checkpoints"]
 
 
 @pytest.mark.parametrize("call", range(1, 9))
@@ -105,7 +103,7 @@ def test_a_failing_disk_leaves_the_last_good_checkpoint(run, monkeypatch, call, 
         fsync(descriptor)
 
     monkeypatch.setattr(checkpoints.os, "fsync", failing)
-    reason = "the disk or quota is full; .* Make room" if number == errno.ENOSPC else "Input/output error; .* See to its"
+    reason = "the disk or quota is full; .* Free some space" if number == errno.ENOSPC else "Input/output error; .* Check its"
     if call <= 7:  # three files, their folder, the rename, the pointer and its rename
         with pytest.raises(TrainingError, match=rf"cannot take the checkpoint of step 2: {reason}.*then resume"):
             save(run, 2)
@@ -118,7 +116,7 @@ def test_a_failing_disk_leaves_the_last_good_checkpoint(run, monkeypatch, call, 
 
 
 def test_a_file_that_may_not_grow_stops_the_run_with_one_sentence(tmp_path):
-    run = RunFolder(tmp_path)
+    store = CheckpointStore(tmp_path / "checkpoints")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     class Filling(Vectors):
@@ -133,10 +131,10 @@ def test_a_file_that_may_not_grow_stops_the_run_with_one_sentence(tmp_path):
     big = nn.Sequential(network(), nn.Linear(8, 6000))
     try:
         with pytest.raises(TrainingError, match=r"the disk or quota is full; the last checkpoint is .*step-00000005"):
-            fit(big, remembering(), Filling(), SETTINGS, run)
+            fit(big, remembering(), Filling(), SETTINGS, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    found, faults = run.newest_good()
+    found, faults = store.newest_good()
     assert (found.step, faults) == (5, [])
 
 
@@ -147,21 +145,16 @@ def test_a_folder_that_cannot_be_made(tmp_path, place):
     else:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "checkpoints").write_text("a file")
-    with pytest.raises(TrainingError, match=r"run cannot be made or written to: .*; no checkpoint was written yet. See to its"):
-        fit(network(), remembering(), Vectors(), SETTINGS, RunFolder(tmp_path / "run"))
+    with pytest.raises(
+        TrainingError, match=r"run/checkpoints cannot be created or written to: .*; no checkpoint was written yet. Check its"
+    ):
+        fit(network(), remembering(), Vectors(), SETTINGS, tmp_path / "run")
 
 
 def test_missing_and_damaged_checkpoints_are_named(run):
     with pytest.raises(FileNotFoundError, match=r"best\.json is missing or unreadable: no best checkpoint"):
         run.checkpoint("best")
     save(run, 1)
-    (run.checkpoints / "step-00000001" / "state.pt").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"step-00000001 is damaged: state\.pt has 1 bytes and not \d+"):
+    (run.path / "step-00000001" / "state.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"step-00000001 is damaged: state\.safetensors has 1 bytes instead of \d+"):
         run.checkpoint()
-
-
-def test_json_of_the_run_is_replaced_whole(run):
-    run.write_json("recipe.json", {"name": "a"})
-    run.write_json("recipe.json", {"name": "b"})
-    assert json.loads((run.path / "recipe.json").read_text()) == {"name": "b"}
-    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "recipe.json"]

@@ -9,12 +9,11 @@ from torch import nn
 from train.tiny_loop import Vectors, network
 
 import rankgrad as rg
-from rankgrad.train.checkpoints import RunFolder
 from rankgrad.train.errors import TrainingError
-from rankgrad.train.graphed_model import GraphedPass
+from rankgrad.train.graphed_model import GraphedModel
 from rankgrad.train.loop import fit
 from rankgrad.train.settings import TrainSettings
-from rankgrad.train.train_step import Stepper
+from rankgrad.train.train_step import TrainStep
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ROUNDING = 2e-2  # of 16 bits; convolutions may take other algorithms while they are recorded
@@ -78,14 +77,14 @@ def on_gpu(*shape, dtype=torch.float32):
 
 
 def after_two_steps(model, images=None):
-    graphed = GraphedPass(model, None)
+    graphed = GraphedModel(model, None)
     said = [graphed.before_step(on_gpu(4, 3) if images is None else images, whole=True) for _ in range(2)]
     assert said == [None, None]
     return graphed
 
 
 def test_the_second_step_is_recorded_and_no_other(recorder):
-    graphed = GraphedPass(Network(), None)
+    graphed = GraphedModel(Network(), None)
     recorded = []
     for _ in range(4):
         assert graphed.before_step(on_gpu(4, 3), whole=True) is None
@@ -108,7 +107,7 @@ def test_what_is_recorded_reads_memory_of_its_own(recorder):
 )
 def test_other_batches_are_not_recorded(recorder, images, whole):
     model = Network()
-    graphed = GraphedPass(model, None)
+    graphed = GraphedModel(model, None)
     assert [graphed.before_step(images, whole=whole) for _ in range(3)] == [None] * 3
     assert not recorder.samples
     assert "forward" not in vars(model)
@@ -130,7 +129,7 @@ def test_trouble_is_told_in_one_line_and_the_network_runs_as_usual(recorder, mon
     model, images = Network(), on_gpu(4, 3)
     model.register_buffer("anchor", torch.ones(2, requires_grad=True))  # which torch refuses to record
     recorder.trouble = kind("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
-    graphed = GraphedPass(model, None)
+    graphed = GraphedModel(model, None)
     said = [graphed.before_step(images, whole=True) for _ in range(3)]
     assert said == [None, "operation not permitted when stream is capturing", None]
     assert forgotten == [images.device]
@@ -166,30 +165,30 @@ def test_only_training_passes_are_replayed(recorder):
 def test_giving_up_brings_the_plain_pass_back(recorder):
     model = Network()
     graphed = after_two_steps(model)
-    graphed.give_up()
+    graphed.release()
     assert model(on_gpu(4, 3)).shape == (4, 2)
     assert recorder.replays == 0
     assert "forward" not in vars(model)
-    graphed.give_up()  # as a second lack of memory does
+    graphed.release()  # as a second lack of memory does
 
 
 @pytest.mark.parametrize("ends", ["well", "badly"])
 def test_training_leaves_the_model_as_it_was_handed_in(tmp_path, monkeypatch, ends):
     released = []
-    monkeypatch.setattr(Stepper, "release", lambda stepper: released.append(stepper.model))
-    model, settings = network(), TrainSettings(steps=3, tensorboard="off")
+    monkeypatch.setattr(TrainStep, "release", lambda stepper: released.append(stepper.model))
+    model, settings = network(), TrainSettings(steps=3)
     if ends == "well":
-        fit(model, rg.RecallAtKLoss(), Vectors(), settings, RunFolder(tmp_path), device="cpu")
+        fit(model, rg.RecallAtKLoss(), Vectors(), settings, tmp_path, device="cpu")
     else:
         with pytest.raises(TrainingError, match="loss is nan"):
-            fit(model, lambda x, labels: x.sum() * torch.nan, Vectors(), settings, RunFolder(tmp_path), device="cpu")
+            fit(model, lambda x, labels: x.sum() * torch.nan, Vectors(), settings, tmp_path, device="cpu")
     assert released == [model]
 
 
 def test_giving_up_leaves_a_pass_that_was_there_before(recorder):
     model = Network()
     own = model.forward = lambda images: images.sum()
-    after_two_steps(model).give_up()
+    after_two_steps(model).release()
     assert model.forward is own
 
 
@@ -204,7 +203,7 @@ def test_casts_of_weights_are_made_anew_in_what_is_recorded(recorder, monkeypatc
     # autocast has no CUDA region where there is no GPU
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    graphed = GraphedPass(Network(), autocast)
+    graphed = GraphedModel(Network(), autocast)
     for _ in range(2):
         graphed.before_step(on_gpu(4, 3), whole=True)
     assert recorder.regions == [(autocast, False)]
@@ -263,7 +262,7 @@ def two_alike(network):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_replayed_gradients_are_those_of_the_plain_pass(autocast):
     model, plain = two_alike(Convolutions)
-    graphed = GraphedPass(model, autocast)
+    graphed = GraphedModel(model, autocast)
     for step in range(5):
         images = torch.randn(16, 3, 12, 12, device="cuda") + step
         assert graphed.before_step(images, whole=True) is None
@@ -278,7 +277,7 @@ def test_replayed_gradients_are_those_of_the_plain_pass(autocast):
 def test_a_replay_sees_the_weights_of_its_step(autocast):
     model, plain = two_alike(Convolutions)
     optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in (model, plain)]
-    graphed = GraphedPass(model, autocast)
+    graphed = GraphedModel(model, autocast)
     images = torch.randn(16, 3, 12, 12, device="cuda") + 1
     seen = []
     for _ in range(5):
@@ -300,7 +299,7 @@ class Live(Convolutions):
 @needs_gpu
 def test_live_batch_norm_counts_every_step_once():
     model, plain = two_alike(Live)
-    graphed = GraphedPass(model, None)
+    graphed = GraphedModel(model, None)
     for step in range(5):
         images = torch.randn(16, 3, 12, 12, device="cuda") + step
         assert graphed.before_step(images, whole=True) is None
@@ -325,7 +324,7 @@ class Waiting(nn.Module):
 @needs_gpu
 def test_a_network_that_waits_for_the_device_goes_on_without_graphs():
     model, plain = two_alike(Waiting)
-    graphed = GraphedPass(model, None)
+    graphed = GraphedModel(model, None)
     images = torch.randn(16, 3, device="cuda")
     said = []
     for step in range(3):

@@ -85,7 +85,7 @@ def test_a_different_batch_does_not_agree():
 
 
 def test_without_replaying_the_random_state_it_would_be_wrong(monkeypatch):
-    monkeypatch.setattr(large_batch.RandomState, "restore", lambda self: None)
+    monkeypatch.setattr(large_batch.RngSnapshot, "restore", lambda self: None)
     model, images, labels = problem()
     torch.manual_seed(5)
     _, wanted = plain_gradients(model, rg.FastAPLoss(), images, labels, 4)
@@ -240,11 +240,11 @@ def test_auto_keeps_what_fits(monkeypatch):
     model, images, labels = problem()
     step = LargeBatch(model, rg.FastAPLoss(), 4, "auto")
     step(images, labels)
-    ((_, graph),) = step._keeping._seen.values()
+    ((_, graph),) = step._budget._measured.values()
     # of one chunk at least: two layers of 12 activations for 4 images in float64, masks, and the images
     assert 4 * 8 * (12 + 12) <= graph <= 20 * 4 * 8 * (12 + 12)
     monkeypatch.setattr(activation_budget, "available_bytes", lambda device: 2 * 3.5 * graph)
-    assert step._keeping.count(step._kind(images), 6, torch.device("cpu")) == 3
+    assert step._budget.count(step._signature(images), 6, torch.device("cpu")) == 3
 
 
 def live_norm(count=1):
@@ -435,6 +435,6 @@ def test_shrinking():
 
 @pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="memory is read from /proc/meminfo")  # noqa: PTH110
 def test_available_memory_is_plausible():
-    from rankgrad.train.memory import available_bytes
+    from rankgrad._device import available_bytes
 
     assert 2**20 < available_bytes(torch.device("cpu")) < 2**50

@@ -12,13 +12,13 @@ from torch import nn
 from train.tiny_loop import Vectors, batch, held_out, network, remembering
 
 import rankgrad as rg
-from rankgrad.train.checkpoints import RunFolder
-from rankgrad.train.errors import TrainingError
+from rankgrad.train.checkpoints import CheckpointStore
+from rankgrad.train.errors import NotFiniteError, TrainingError
 from rankgrad.train.loop import fit
+from rankgrad.train.meters import NaNGuard, StepValues
 from rankgrad.train.settings import TrainSettings
-from rankgrad.train.watch import FiniteWatch, NotFiniteError, Seen
 
-QUIET = TrainSettings(epochs=2, lr=1e-2, tensorboard="off", log_every=1, metric="margin", keep=0)
+QUIET = TrainSettings(epochs=2, lr=1e-2, log_every=1, metric="margin", keep=0)
 
 
 def changed(**settings):
@@ -32,7 +32,7 @@ def train(folder, settings=QUIET, *, model=None, loss=None, batches=None, **opti
         rg.FastAPLoss() if loss is None else loss,
         Vectors() if batches is None else batches,
         settings,
-        RunFolder(folder),
+        folder,
         **options,
     )
     return model, outcome
@@ -99,7 +99,7 @@ def test_parameter_groups_keep_their_own_rates(tmp_path, optimizer):
     model = network()
     first = model[0].weight.detach().clone()
     groups = [{"params": model[0].parameters(), "lr": 1e-12}, {"params": model[3].parameters()}]
-    train(tmp_path, changed(optimizer=optimizer, lr=1e-2), model=model, groups=groups)
+    train(tmp_path, changed(optimizer=optimizer, lr=1e-2), model=model, param_groups=groups)
     torch.testing.assert_close(model[0].weight.detach(), first)
     assert not torch.allclose(model[3].weight, network()[3].weight, atol=1e-4)
 
@@ -168,12 +168,12 @@ def test_best_and_early_stopping(tmp_path):
     assert outcome.reason == "early stop"
     assert outcome.epoch == 5
     assert outcome.best["epoch"] == 2
-    run = RunFolder(tmp_path)
+    run = CheckpointStore(tmp_path / "checkpoints")
     assert run.pointer("best")["metrics"] == {"margin": 0.3}
     assert run.checkpoint("best").step == 10
     assert run.checkpoint("last").step == 25
     # two last and the best
-    assert sorted(path.name for path in run.checkpoints.glob("step-*")) == ["step-00000010", "step-00000020", "step-00000025"]
+    assert sorted(path.name for path in run.path.glob("step-*")) == ["step-00000010", "step-00000020", "step-00000025"]
     _, again = train(tmp_path, changed(epochs=9, patience=3), evaluators=evaluators, select="validation", resume=True)
     assert again.step == 25, "a run that stopped early stays stopped"
 
@@ -201,13 +201,14 @@ class Signalling(Vectors):
 @pytest.mark.parametrize("at", [(0, 2), (0, 4)])
 def test_a_signal_ends_the_run_after_its_step(tmp_path, capsys, number, at):
     before = signal.getsignal(number)
-    _, outcome = train(tmp_path / "a", batches=Signalling(number, at), loss=remembering())
+    hint = "Continue with: rankgrad train --resume a"
+    _, outcome = train(tmp_path / "a", batches=Signalling(number, at), loss=remembering(), resume_hint=hint)
     assert outcome.reason == "interrupted"
     assert outcome.step == at[1] + 1
     assert signal.getsignal(number) is before
     said = capsys.readouterr().err
     assert f"stopped by {number.name} after step {at[1] + 1} of 10" in said
-    assert f"rankgrad train --resume {tmp_path / 'a'}" in said
+    assert hint in said
     continued, _ = train(tmp_path / "a", loss=remembering(), resume=True)
     whole, _ = train(tmp_path / "b", loss=remembering())
     assert torch.equal(flat(continued), flat(whole))
@@ -290,9 +291,7 @@ class Spoiling(nn.Module):
         return value
 
 
-@pytest.mark.parametrize(
-    ("how", "what"), [("loss", "the loss is nan"), ("gradient", "the length of the gradient is (nan|inf)")]
-)
+@pytest.mark.parametrize(("how", "what"), [("loss", "the loss is nan"), ("gradient", "the gradient norm is (nan|inf)")])
 def test_a_number_that_is_none_stops_the_run(tmp_path, how, what):
     model = network()
     with pytest.raises(
@@ -302,7 +301,7 @@ def test_a_number_that_is_none_stops_the_run(tmp_path, how, what):
     listed = ", ".join(map(str, batch(1, 2)[0].tolist()))
     assert listed in str(caught.value)
     assert torch.isfinite(flat(model)).all(), "on the CPU the bad step is not taken"
-    assert RunFolder(tmp_path).checkpoint("last").step == 5
+    assert CheckpointStore(tmp_path / "checkpoints").checkpoint("last").step == 5
     assert entries(tmp_path, "end")[0]["reason"] == "error"
 
 
@@ -318,7 +317,7 @@ def test_float16_skips_overflowing_steps_but_not_for_ever(tmp_path):
         embeddings.register_hook(lambda gradient: gradient * math.inf)
         return rg.FastAPLoss()(embeddings, labels)
 
-    with pytest.raises(TrainingError, match=r"gradients overflow float16 at every step .* 'bf16' or 'float32'"):
+    with pytest.raises(TrainingError, match=r"gradients overflow float16 at every step .* bf16 or float32"):
         train(tmp_path / "b", settings, loss=always)
     with pytest.raises(TrainingError, match="step 3: the loss is nan"):
         train(tmp_path / "c", settings, loss=Spoiling(3, "loss"))
@@ -381,7 +380,7 @@ def test_compile_is_asked_for(tmp_path, monkeypatch):
             r"metric must be one of \['R@1', 'margin'\].*'mAP'",
         ),
         ({"warmup_steps": 10}, {}, "warm-up must be shorter than the run of 10 steps, got 10"),
-        ({}, {"groups": [{"params": []}]}, "at least one parameter that requires a gradient"),
+        ({}, {"param_groups": [{"params": []}]}, "at least one parameter that requires a gradient"),
     ],
 )
 def test_says_what_is_wrong(tmp_path, settings, options, message):
@@ -394,7 +393,7 @@ def test_batches_that_break_their_promise(tmp_path):
         def iterate(self, start):
             return iter(())
 
-    with pytest.raises(ValueError, match="promised 5 steps per epoch and gave none from 0"):
+    with pytest.raises(ValueError, match="promised 5 steps per epoch and gave none from step 0"):
         train(tmp_path, batches=Empty())
 
 
@@ -412,7 +411,7 @@ class TestResuming:
 
     def test_without_a_checkpoint_it_begins(self, tmp_path):
         model, _ = train(tmp_path / "a", resume=True)
-        assert "the run begins anew" in entries(tmp_path / "a", "warning")[0]["message"]
+        assert "the run starts from the beginning" in entries(tmp_path / "a", "warning")[0]["message"]
         assert torch.equal(flat(model), flat(train(tmp_path / "b")[0]))
 
     @pytest.mark.parametrize(
@@ -429,7 +428,7 @@ class TestResuming:
     )
     def test_another_run_is_not_continued(self, tmp_path, settings, options, difference):
         train(tmp_path, identity={"data": "sop"})
-        with pytest.raises(ValueError, match=rf"was started differently \(.*{difference}.*\): resume with what"):
+        with pytest.raises(ValueError, match=rf"was started differently \(.*{difference}.*\): resume with the settings"):
             train(tmp_path, changed(**settings), **{"identity": {"data": "sop"}, **options}, resume=True)
 
     def test_a_stretched_cosine_is_another_run(self, tmp_path):
@@ -452,7 +451,7 @@ class TestResuming:
     def test_a_damaged_checkpoint_is_passed_over(self, tmp_path, damage):
         whole, _ = train(tmp_path, loss=remembering())
         last = tmp_path / "checkpoints" / "step-00000010"
-        file = last / ("weights.safetensors" if damage == "flipped" else "state.pt")
+        file = last / ("weights.safetensors" if damage == "flipped" else "state.safetensors")
         content = file.read_bytes()
         if damage == "truncated":
             file.write_bytes(content[: len(content) // 2])
@@ -469,41 +468,41 @@ class TestResuming:
         if damage == "no pointer":
             assert not warnings
         else:
-            assert warnings[0].startswith(f"a damaged checkpoint was passed over: step-00000010: {file.name}")
+            assert warnings[0].startswith(f"skipped a damaged checkpoint: step-00000010: {file.name}")
 
     def test_a_checkpoint_that_last_did_not_name_is_made_again(self, tmp_path):
         train(tmp_path)
-        run = RunFolder(tmp_path)
+        run = CheckpointStore(tmp_path / "checkpoints")
         # as if the run had been killed between the rename of step 10 and its pointer
-        (run.checkpoints / "last.json").write_text(json.dumps({"folder": "step-00000005", "step": 5}))
+        (run.path / "last.json").write_text(json.dumps({"folder": "step-00000005", "step": 5}))
         train(tmp_path, batches=Signalling(signal.SIGINT, (1, 1)), resume=True)
-        assert sorted(path.name for path in run.checkpoints.glob("step-*")) == ["step-00000005", "step-00000007"]
+        assert sorted(path.name for path in run.path.glob("step-*")) == ["step-00000005", "step-00000007"]
 
     def test_pruning_that_a_kill_cut_short_is_made_up_for(self, tmp_path):
-        evaluators, run = {"validation": held_out}, RunFolder(tmp_path)
+        evaluators, run = {"validation": held_out}, CheckpointStore(tmp_path / "checkpoints")
         train(tmp_path, evaluators=evaluators, select="validation")
-        before, best = sorted(run.checkpoints.iterdir()), run.pointer("best")
-        shutil.copytree(run.checkpoints / "step-00000005", run.checkpoints / "step-00000003")
-        (run.checkpoints / "best.json").write_text(json.dumps({**best, "folder": "step-00000003"}))
+        before, best = sorted(run.path.iterdir()), run.pointer("best")
+        shutil.copytree(run.path / "step-00000005", run.path / "step-00000003")
+        (run.path / "best.json").write_text(json.dumps({**best, "folder": "step-00000003"}))
         train(tmp_path, evaluators=evaluators, select="validation", resume=True)
-        assert sorted(run.checkpoints.iterdir()) == before
+        assert sorted(run.path.iterdir()) == before
         assert run.pointer("best") == best
 
     def test_no_good_checkpoint_is_an_error(self, tmp_path):
         train(tmp_path)
-        for file in tmp_path.glob("checkpoints/step-*/state.pt"):
+        for file in tmp_path.glob("checkpoints/step-*/state.safetensors"):
             file.write_bytes(b"")
         with pytest.raises(
-            TrainingError, match=r"no checkpoint that can be read \(step-00000010: state.pt has 0 bytes.*step-00000005"
+            TrainingError, match=r"no readable checkpoint \(step-00000010: state.safetensors has 0 bytes.*step-00000005"
         ):
             train(tmp_path, resume=True)
 
 
 def test_numbers_that_are_still_on_their_way_are_looked_at_before_a_checkpoint():
-    watch = FiniteWatch(gradients=True)
-    watch._pending.append(Seen(3, torch.tensor([7, 8]), torch.tensor([math.inf, 1.0]), None))
+    guard = NaNGuard(gradients=True)
+    guard._pending.append(StepValues(3, torch.tensor([7, 8]), torch.tensor([math.inf, 1.0]), None))
     with pytest.raises(NotFiniteError, match="step 3: the loss is inf; the batch was images 7, 8"):
-        watch.settle()
+        guard.flush()
 
 
 def test_diagnostics_do_not_change_training(tmp_path):

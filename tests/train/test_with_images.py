@@ -11,7 +11,6 @@ from rankgrad.data.image_store import ImageBuffer
 from rankgrad.data.preprocessing import Augment
 from rankgrad.data.samplers import ClassBalanced, Sequential
 from rankgrad.runs.embedding import embed
-from rankgrad.train.checkpoints import RunFolder
 from rankgrad.train.loop import fit
 from rankgrad.train.settings import TrainSettings
 
@@ -51,9 +50,9 @@ def test_training_on_images_learns_and_resumes_exactly(images, tmp_path):
     def train(folder, steps, *, resume=False):
         batches = ImageBatches(images, LABELS, ClassBalanced(LABELS, 24, 4, seed=1), Augment("random", flip=True), 14, seed=2)
         model = network()
-        settings = TrainSettings(steps=steps, lr=3e-3, chunk_size=10, keep=1, tensorboard="off", evaluate_every=0)
+        settings = TrainSettings(steps=steps, lr=3e-3, chunk_size=10, keep=1, evaluate_every=0)
         evaluators = {"validation": everything}
-        outcome = fit(model, rg.FastAPLoss(), batches, settings, RunFolder(folder), evaluators=evaluators, resume=resume)
+        outcome = fit(model, rg.FastAPLoss(), batches, settings, folder, evaluators=evaluators, resume=resume)
         # flatten and not view: training has put the convolution's weight into channels_last
         return torch.cat([p.detach().flatten() for p in model.parameters()]), outcome.metrics["validation"]["R@1"]
 

@@ -133,9 +133,9 @@ def _is_for_the_user(error: Exception) -> bool:
     if isinstance(error, (ValueError, OSError)):
         return True
     from rankgrad.train.errors import TrainingError
-    from rankgrad.train.processes import is_lost, launched
+    from rankgrad.train.processes import is_lost_process, launched
 
-    return isinstance(error, TrainingError) or (launched() and is_lost(error))
+    return isinstance(error, TrainingError) or (launched() and is_lost_process(error))
 
 
 def _version() -> str:
@@ -153,7 +153,7 @@ def _run_as_module() -> NoReturn:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         sys.exit(main())
     from rankgrad.cli.launch import stop_with_launcher
-    from rankgrad.train.processes import leave
+    from rankgrad.train.processes import exit_process
 
     stop_with_launcher()
-    leave(main())
+    exit_process(main())

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 
 from rankgrad._checks import check_count
-from rankgrad.train.errors import TrainingError
-from rankgrad.train.processes import is_lost, launched
+from rankgrad.train.errors import FailedProcessError
+from rankgrad.train.processes import is_lost_process, launched
 
 # exit status of a process that stopped because another one had: it is not the one to name
 LOST = 3
@@ -23,10 +23,6 @@ HEAD_START = 2.0
 LAUNCHER = "RANKGRAD_LAUNCHER"
 # seconds between two looks whether it still lives
 LOOK = 1.0
-
-
-class FailedProcessError(TrainingError):
-    """A process of a launch has ended before its time."""
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
@@ -110,7 +106,7 @@ def without_flag(arguments: Sequence[str], flag: str) -> list[str]:
 
 def tell(who: str, error: BaseException) -> int:
     """Says why a process ends: the first on standard error, every one in the record that torchrun reads; the exit status."""
-    lost = launched() and is_lost(error)
+    lost = launched() and is_lost_process(error)
     told_by_launcher = lost and LAUNCHER in os.environ
     if os.environ.get("RANK", "0") == "0" and not told_by_launcher:
         print(f"{who}: {error}", file=sys.stderr)

@@ -5,20 +5,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from rankgrad._messages import did_you_mean
-from rankgrad.cli.launch import FailedProcessError, launch, without_flag
+from rankgrad.cli.launch import launch, without_flag
 from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named
 from rankgrad.recipes.catalogue import find, recipes_of
 from rankgrad.runs.data_cache import DataCache, RunContext
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.run_folder import RECIPE_FILE
-from rankgrad.train.checkpoints import RunFolder
-from rankgrad.train.errors import TrainingError
-from rankgrad.train.processes import Processes, joined, launched
-from rankgrad.train.sharding import PARALLELS
+from rankgrad.train.checkpoints import CheckpointStore
+from rankgrad.train.errors import FailedProcessError, TrainingError
+from rankgrad.train.processes import Processes, join, launched
+from rankgrad.train.sharding import Parallel
 
 CHECKPOINTS = ("best", "last")
 
@@ -45,7 +46,7 @@ def train(arguments: Sequence[str]) -> int:
         "--parallel", metavar="ddp|fsdp", default="ddp", help="with several: a copy of the network each, or one divided [ddp]"
     )
     given = parser.parse(arguments)
-    if given.parallel not in PARALLELS:
+    if given.parallel not in get_args(Parallel):
         parser.error(f"--parallel must be ddp or fsdp, got {given.parallel!r}")
     changes = changed_settings(given, RetrievalRecipe)
     if given.resume and given.out:
@@ -55,7 +56,7 @@ def train(arguments: Sequence[str]) -> int:
     folder = named or _default_folder(recipe or _chosen(given, changes))
     if _is_to_be_launched(given):
         return _launched_training(arguments, given.processes, folder)
-    with joined(device_named(given.device)) as processes:
+    with join(device_named(given.device)) as processes:
         place = replace(_place(given, processes), parallel=given.parallel)
         if given.resume is not None:
             return resume_run(folder, place, changes)
@@ -68,10 +69,11 @@ def _launched_training(arguments: Sequence[str], processes: int, folder: Path) -
     try:
         return launch(["train", *without_flag(arguments, "--processes")], processes)
     except FailedProcessError as error:
-        run = RunFolder(folder)
         begun = (folder / RECIPE_FILE).is_file()
-        way = f"{run.way_on()} --processes {processes}" if begun else "Nothing of the run was written: start it again"
-        raise TrainingError(f"{error}; {run.last_good()}. {way}") from error
+        resume = f"Continue with: rankgrad train --resume {folder} --processes {processes}"
+        way = resume if begun else "Nothing of the run was written: start it again"
+        last = CheckpointStore(folder / "checkpoints").describe_last()
+        raise TrainingError(f"{error}; {last}. {way}") from error
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -90,7 +92,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         parser.error(f"--checkpoint must be best or last, got {given.checkpoint!r}")
     if _is_to_be_launched(given):
         return launch(["eval", *without_flag(arguments, "--processes")], given.processes)
-    with joined(device_named(given.device)) as processes:
+    with join(device_named(given.device)) as processes:
         place = _place(given, processes)
         evaluate_run(given.run, place, splits=given.split, checkpoint=given.checkpoint, protocol=given.protocol)
     return 0
@@ -123,14 +125,14 @@ def check_equivalence(arguments: Sequence[str]) -> int:
     given = parser.parse(arguments)
     if not given.recipe and given.data is None:
         parser.error("name a recipe, or your own images with --data; `rankgrad recipes` lists recipes")
-    if given.parallel not in PARALLELS:
+    if given.parallel not in get_args(Parallel):
         parser.error(f"--parallel must be ddp or fsdp, got {given.parallel!r}")
     if given.images < given.processes:
         parser.error(f"--images must be at least the {given.processes} processes, got {given.images}")
     recipe = _chosen(given, changed_settings(given, RetrievalRecipe))
     if _is_to_be_launched(given):
         return launch(["check-equivalence", *without_flag(arguments, "--processes")], given.processes)
-    with joined(torch.device("cpu")) as processes:
+    with join(torch.device("cpu")) as processes:
         place = replace(_place(given, processes), device=processes.device, parallel=given.parallel)
         report = compare(recipe, place, images=given.images)
         place.say(str(report))

@@ -11,8 +11,8 @@ from typing import Any
 from rankgrad.detection.detection_recipe import METRIC, DetectionRecipe
 from rankgrad.detection.detection_task import TEST, Place, examine, read_split, train
 from rankgrad.runs.ledger import Entry, Ledger, as_csv, markdown, percentages
+from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.study import Study
-from rankgrad.train.checkpoints import RunFolder
 
 CHECKPOINT_EVERY = 500
 
@@ -64,7 +64,7 @@ def _finished(
     print(f"{name}: {title}, seed {recipe.seed}", flush=True)
     run = folder / "runs" / f"{recipe.name}-seed{recipe.seed}-{key}"
     training, test = read_split(recipe, place, "train"), read_split(recipe, place, TEST)
-    begun = RunFolder(run).pointer("last") is not None
+    begun = RunFolder(run).checkpoints.pointer("last") is not None
     detector, outcome = train(recipe, place, run, training, test, resume=begun, debug=debug)
     if outcome.reason == "interrupted":
         raise KeyboardInterrupt
@@ -74,7 +74,7 @@ def _finished(
     entry = Entry(key, name, title, changes, recipe.seed, TEST, metrics, outcome.seconds)
     ledger.add(entry)
     # a study keeps results and curves; its weights would fill a disk
-    shutil.rmtree(RunFolder(run).checkpoints)
+    shutil.rmtree(RunFolder(run).checkpoints.path)
     return entry
 
 

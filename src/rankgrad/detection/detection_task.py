@@ -19,11 +19,9 @@ from rankgrad.detection.loss import DetectionAPLoss
 from rankgrad.detection.scenes import Scenes
 from rankgrad.detection.shapes import draw_shapes
 from rankgrad.detection.voc import lists_in, read_voc
-from rankgrad.runs.run_folder import DEBUG_NOTICE, RECIPE_FILE, content_of, data_in, description_in, read
-from rankgrad.train.checkpoints import RunFolder
-from rankgrad.train.loop import Outcome, fit
+from rankgrad.runs.run_folder import DEBUG_NOTICE, RECIPE_FILE, RunFolder, content_of, data_in, description_in, read
+from rankgrad.train.loop import Evaluator, FitResult, fit
 from rankgrad.train.progress import Progress
-from rankgrad.train.protocols import Evaluator
 from rankgrad.train.settings import AUTOCAST
 
 TASK = "detection"
@@ -75,7 +73,7 @@ def evaluate_run(folder: Path, place: Place, *, changes: Mapping[str, Any] | Non
             f"{folder} was trained on the classes {', '.join(saved.class_names)}, but {test.name} has "
             f"{', '.join(test.class_names)}"
         )
-    found = RunFolder(folder).checkpoint("last")
+    found = RunFolder(folder).checkpoints.checkpoint("last")
     found.load_into(RowDetector(detector))
     print(f"testing the last checkpoint of {folder}, step {found.step:,}", flush=True)
     return examine(recipe, place, detector, test, folder, debug=saved.debug)
@@ -86,7 +84,7 @@ def load_detector(folder: Path | str, device: torch.device | str = "cpu") -> tup
     folder = Path(folder)
     saved = load_run(folder)
     detector = new_detector(saved.recipe, len(saved.class_names), torch.device(device), with_weights=False)
-    RunFolder(folder).checkpoint("last").load_into(RowDetector(detector))
+    RunFolder(folder).checkpoints.checkpoint("last").load_into(RowDetector(detector))
     return detector.eval(), saved.class_names
 
 
@@ -113,11 +111,11 @@ def train(
     *,
     resume: bool,
     debug: bool = False,
-) -> tuple[FasterRCNN, Outcome]:
+) -> tuple[FasterRCNN, FitResult]:
     """The detector of `recipe`, trained; the run's files are in `folder`."""
     classes = len(training.class_names)
-    run = RunFolder(folder, command="rankgrad detect train")
-    begun = resume and run.pointer("last") is not None
+    run = RunFolder(folder)
+    begun = resume and run.checkpoints.pointer("last") is not None
     # a checkpoint has all weights: the file or download that training began with is not needed again
     detector = new_detector(recipe, classes, place.device, with_weights=not begun)
     batches = DetectionBatches(
@@ -137,13 +135,14 @@ def train(
             RowDetector(detector),
             DetectionObjective(classification_loss(recipe), classes),
             batches,
-            recipe.train_settings(tensorboard="off"),
-            run,
+            recipe.train_settings(),
+            folder,
             evaluators=evaluators,
             device=place.device,
             resume=resume,
             identity=recipe.identity(),
             description={"recipe": recipe.name, "task": TASK, "data": {"train": training.counts(), "test": test.counts()}},
+            resume_hint=f"Continue with: rankgrad detect train --resume {folder}",
         )
     return detector, outcome
 

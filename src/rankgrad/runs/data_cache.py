@@ -118,7 +118,7 @@ class DataCache:
             )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            images, table = self.context.processes.first_goes_first(
+            images, table = self.context.processes.on_first_then_others(
                 lambda: open_images(
                     table,
                     side=recipe.stored,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from rankgrad.data.preprocessing import Preprocessing
 from rankgrad.data.table import Table
 from rankgrad.models import Embedder, embed_multiscale
-from rankgrad.train.large_batch import len_of, rows
+from rankgrad.train.batch_tree import num_rows, select_rows
+from rankgrad.train.loop import Batches
 from rankgrad.train.progress import Progress
-from rankgrad.train.protocols import Batches
 from rankgrad.train.settings import AUTOCAST, Precision
 
 
@@ -100,11 +100,11 @@ def embed_native_shape(
 
 
 def _embed_batch(model: nn.Module, images: Any, device: torch.device, autocast: torch.dtype | None) -> Tensor:
-    items = size = len_of(images)
+    items = size = num_rows(images)
     while True:
         try:
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-                parts = [model(rows(images, slice(start, start + size), device)) for start in range(0, items, size)]
+                parts = [model(select_rows(images, slice(start, start + size), device)) for start in range(0, items, size)]
             return torch.cat(parts).float()
         except torch.OutOfMemoryError:
             if size == 1:

@@ -15,7 +15,7 @@ from rankgrad.runs.retrieval_task import SubsetSampler, make_batches
 from rankgrad.runs.task_losses import make_loss
 from rankgrad.runs.task_models import make_model
 from rankgrad.train.processes import ALONE, Processes
-from rankgrad.train.sharding import refuse_local_statistics, spread, whole
+from rankgrad.train.sharding import check_batch_norm_is_synchronised, full_tensors, wrap_model
 
 # what float64 may differ by in another order of sums
 TOLERANCE = 1e-9
@@ -74,20 +74,20 @@ def compare(recipe: Recipe, context: RunContext, *, images: int) -> Equivalence:
     if len(labels) < processes.size:
         raise ValueError(f"a batch of {recipe.name} has {len(labels)} images, which {processes.size} processes cannot share")
     together = _computed(recipe, context, pixels, labels, processes)
-    alone = processes.from_first(lambda: _computed(recipe, context, pixels, labels, ALONE))
+    alone = processes.on_first(lambda: _computed(recipe, context, pixels, labels, ALONE))
     # the metrics of all are known to the first
-    metrics = processes.from_first(lambda: {name: (value, together.metrics[name]) for name, value in alone.metrics.items()})
+    metrics = processes.on_first(lambda: {name: (value, together.metrics[name]) for name, value in alone.metrics.items()})
     differences = {name: _difference(together.gradients[name], gradient) for name, gradient in alone.gradients.items()}
     worst = max(differences, key=lambda name: differences[name])
     close = abs(alone.loss - together.loss) <= TOLERANCE and differences[worst] <= TOLERANCE
     return Equivalence(
         processes=processes.size,
-        counts=tuple(processes.gather(len(labels[processes.own(len(labels))]))),
+        counts=tuple(processes.gather(len(labels[processes.shard(len(labels))]))),
         loss=(alone.loss, together.loss),
         gradient=(differences[worst], worst),
         parameters=len(differences),
         metrics=metrics,
-        agrees=processes.from_first(lambda: close and all(one == many for one, many in metrics.values())),
+        agrees=processes.on_first(lambda: close and all(one == many for one, many in metrics.values())),
     )
 
 
@@ -115,11 +115,11 @@ def _few_of_each(batch: list[int], split: Split, images: int) -> "np.ndarray[tup
 def _computed(recipe: Recipe, context: RunContext, pixels: Tensor, labels: Tensor, processes: Processes) -> _Computed:
     plain = make_model(replace(recipe, weights="none"), torch.device("cpu")).double()
     if context.processes.size > 1:
-        refuse_local_statistics(plain)
+        check_batch_norm_is_synchronised(plain)
     _without_dropout(plain)
-    model, _ = spread(plain, [], context.parallel, processes)
+    model, _ = wrap_model(plain, [], context.parallel, processes)
     loss = make_loss(recipe)
-    own = processes.own(len(labels))
+    own = processes.shard(len(labels))
     # half of a share at a time, so that chunks take part in the comparison
     largest = -(-len(labels) // context.processes.size)
     chunk = -(-largest // 2) if len(labels) >= 2 * context.processes.size else 0
@@ -132,7 +132,7 @@ def _computed(recipe: Recipe, context: RunContext, pixels: Tensor, labels: Tenso
         torch.manual_seed(recipe.seed)
     value = step(pixels[own], labels[own])
     gradients = {
-        name.removeprefix("module."): whole(parameter.grad).detach().clone()
+        name.removeprefix("module."): full_tensors(parameter.grad).detach().clone()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }

@@ -12,17 +12,17 @@ from torch import nn
 
 import rankgrad as rg
 from rankgrad.eval import Result
+from rankgrad.integrations.trackers import make_trackers
 from rankgrad.models import Embedder
 from rankgrad.runs.data_cache import DataCache, RunContext, Split
 from rankgrad.runs.retrieval_evaluation import RetrievalEvaluator, comparison, embeddings_of, save, score_shares
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 from rankgrad.runs.retrieval_task import make_batches
-from rankgrad.runs.run_folder import DEBUG_NOTICE, RECIPE_FILE, content_of, data_in, description_in, read
+from rankgrad.runs.run_folder import DEBUG_NOTICE, RECIPE_FILE, RunFolder, content_of, data_in, description_in, read
 from rankgrad.runs.task_losses import make_loss
 from rankgrad.runs.task_models import groups_of, make_model, whiten
-from rankgrad.train.checkpoints import UNFINISHED, RunFolder
-from rankgrad.train.loop import Outcome, fit
-from rankgrad.train.protocols import Evaluator
+from rankgrad.train.checkpoints import UNFINISHED
+from rankgrad.train.loop import Evaluator, FitResult, fit
 
 DEBUG_FILE = "DEBUG.txt"
 VALIDATION = "validation"
@@ -30,7 +30,7 @@ VALIDATION = "validation"
 
 def start_run(recipe: Recipe, data: DataCache, folder: Path, *, debug: bool = False) -> Mapping[str, Result]:
     """Train `recipe` in a new folder and test it."""
-    if data.context.processes.from_first(lambda: folder.exists() and not _is_free(folder)):
+    if data.context.processes.on_first(lambda: folder.exists() and not _is_free(folder)):
         way = f"continue the run in it with --resume {folder}, or " if (folder / RECIPE_FILE).is_file() else ""
         raise ValueError(f"{folder} is there already and not empty: {way}give another folder with --out")
     return _run(recipe, data, folder, resume=False, debug=debug)
@@ -40,7 +40,7 @@ def _is_free(folder: Path) -> bool:
     """Whether a run may begin in `folder`: it is empty, or a run ended there before its first step."""
     if not folder.is_dir():
         return False
-    checkpoints = RunFolder(folder).checkpoints
+    checkpoints = RunFolder(folder).checkpoints.path
     before_the_first_step = {RECIPE_FILE, DEBUG_FILE, checkpoints.name}
     # what a run that was killed in writing leaves behind is swept away by the next one
     found = {path.name for path in (*folder.iterdir(), *checkpoints.glob("*")) if not path.name.startswith(UNFINISHED)}
@@ -63,12 +63,12 @@ def _run(recipe: Recipe, data: DataCache, folder: Path, *, resume: bool, debug: 
         raise KeyboardInterrupt
     which: Literal["best", "last"] = "best" if outcome.best else "last"
     if which == "best":
-        RunFolder(folder).checkpoint(which).load_into(model)
+        RunFolder(folder).checkpoints.checkpoint(which).load_into(model)
     data.context.say(f"testing the {which} checkpoint of {folder}")
     return examine(recipe, data, model, folder, debug=debug)
 
 
-def train(recipe: Recipe, data: DataCache, folder: Path, *, resume: bool, debug: bool = False) -> tuple[Embedder, Outcome]:
+def train(recipe: Recipe, data: DataCache, folder: Path, *, resume: bool, debug: bool = False) -> tuple[Embedder, FitResult]:
     """The network of `recipe`, trained; the run's files are in `folder`."""
     context = data.context
     device = context.device
@@ -76,29 +76,31 @@ def train(recipe: Recipe, data: DataCache, folder: Path, *, resume: bool, debug:
     batches = make_batches(recipe, split, data.context)
     run = RunFolder(folder)
     processes = data.context.processes
-    begun = processes.from_first(lambda: resume and run.pointer("last") is not None)
+    begun = processes.on_first(lambda: resume and run.checkpoints.pointer("last") is not None)
     # a checkpoint has all weights: the file or download that training began with is not needed again
     model = make_model(replace(recipe, weights="none") if begun else recipe, device)
     if recipe.whiten and not begun:
         for remark in whiten(recipe, model, split, data.context):
             data.context.say(f"note: {remark}")
     evaluators = _evaluators(recipe, data, validation)
-    processes.from_first(run.prepare)
+    processes.on_first(run.prepare)
     loss = make_loss(recipe)
     with _saved(recipe, data.context, folder, debug=debug):
         outcome = fit(
             model,
             rg.DistributedRankLoss(loss) if processes.size > 1 else loss,
             batches,
-            recipe.train_settings(parallel=context.parallel, tensorboard=context.tensorboard, wandb=context.wandb),
-            run,
-            groups=groups_of(recipe, model),
+            recipe.train_settings(parallel=context.parallel),
+            folder,
+            param_groups=groups_of(recipe, model),
             evaluators=evaluators,
             select=next(iter(evaluators), None),
             device=device,
             resume=resume,
             identity=recipe.identity(),
             description={"recipe": recipe.name, "data": _counts(split, validation)},
+            trackers=make_trackers(folder, tensorboard=context.tensorboard, wandb=context.wandb),
+            resume_hint=f"Continue with: rankgrad train --resume {folder}",
             processes=processes,
         )
     return model, outcome
@@ -109,7 +111,7 @@ def _saved(recipe: Recipe, context: RunContext, folder: Path, *, debug: bool) ->
     """Write RUN/recipe.json; settings with which the run is refused leave the file as it was."""
     path = folder / RECIPE_FILE
     before = path.read_bytes() if path.is_file() else None
-    context.processes.from_first(lambda: save_run(recipe, context, folder, debug=debug))
+    context.processes.on_first(lambda: save_run(recipe, context, folder, debug=debug))
     try:
         yield
     except ValueError:
@@ -126,7 +128,7 @@ def train_and_evaluate(
     "validation" is scored by the classes that the recipe sets aside for it.
     """
     began = time.perf_counter()
-    model, outcome = train(recipe, data, folder, resume=RunFolder(folder).pointer("last") is not None)
+    model, outcome = train(recipe, data, folder, resume=RunFolder(folder).checkpoints.pointer("last") is not None)
     if outcome.reason == "interrupted":
         raise KeyboardInterrupt
     scores = {split: dict(outcome.metrics[VALIDATION]) for split in splits if split == VALIDATION}
@@ -150,9 +152,9 @@ def evaluate_run(
     data = DataCache(replace(context, data=context.data or saved.data))
     run = RunFolder(folder)
     which: Literal["best", "last"] = (
-        "last" if checkpoint == "last" or (checkpoint is None and not run.pointer("best")) else "best"
+        "last" if checkpoint == "last" or (checkpoint is None and not run.checkpoints.pointer("best")) else "best"
     )
-    found = run.checkpoint(which)
+    found = run.checkpoints.checkpoint(which)
     # all weights come from the checkpoint: the file or download that training began with is not needed
     model = make_model(replace(saved.recipe, weights="none"), context.device)
     found.load_into(model)

@@ -44,7 +44,7 @@ def plan_recipe(recipe: Recipe, context: RunContext) -> str:
         model,
         make_loss(recipe),
         make_batch,
-        recipe.train_settings(parallel=context.parallel, tensorboard=context.tensorboard, wandb=context.wandb),
+        recipe.train_settings(parallel=context.parallel),
         context.device,
         groups=groups_of(recipe, model),
         steps_per_epoch=steps_per_epoch,

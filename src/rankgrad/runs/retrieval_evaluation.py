@@ -53,7 +53,7 @@ def embeddings_of(recipe: Recipe, model: Embedder, split: Split, context: RunCon
     described = model if recipe.scales == (1.0,) else MultiScale(model, recipe.scales)
     rows = None
     if context.processes.size > 1:
-        rows = (np.arange(len(split.table)) if split.rows is None else split.rows)[context.processes.own(len(split.labels))]
+        rows = (np.arange(len(split.table)) if split.rows is None else split.rows)[context.processes.shard(len(split.labels))]
     return embed(
         described,
         ordered_batches(recipe, split, context, rows),
@@ -66,7 +66,7 @@ def embeddings_of(recipe: Recipe, model: Embedder, split: Split, context: RunCon
 
 def score_shares(embeddings: Array, table: Table, context: RunContext, **options: Any) -> Result | None:
     """`evaluate_table` of what all processes hold of a table; None on all but the first."""
-    own = context.processes.own(len(table))
+    own = context.processes.shard(len(table))
     marks: dict[str, Any] = {
         name: None if (values := getattr(table, name)) is None else values[own]
         for name in ("is_query", "is_gallery", "categories")
@@ -127,7 +127,7 @@ class RetrievalEvaluator:
             shared = {key: value for key, value in options.items() if key != "device"}
             with _Meter(f"evaluating {name}", shown=context.processes.first) as meter:
                 return score_shares(embeddings, table, context, progress=meter, **shared)
-        blocks = list(context.processes.sent_to_first(embeddings))
+        blocks = list(context.processes.gather_to_first(embeddings))
         return self._evaluated(name, table, np.concatenate(blocks), protocol, options) if blocks else None
 
     def _landmarks(self, table: Table, out: Path | None = None) -> NDArray[np.float32]:
@@ -203,7 +203,7 @@ def _save_embeddings(path: Path, own: NDArray[np.float32], rows: int, processes:
         return
     file: NDArray[np.float32] | None = None
     begin = 0
-    for block in processes.sent_to_first(own):
+    for block in processes.gather_to_first(own):
         if file is None:
             file = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(rows, block.shape[1]))
         file[begin : begin + len(block)] = block

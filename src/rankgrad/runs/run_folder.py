@@ -1,17 +1,46 @@
 """RUN/recipe.json: what a run is of, written when it starts and read by whoever continues, tests or shows it."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rankgrad.runs.recipe import Published
+from rankgrad.train.checkpoints import UNFINISHED, CheckpointStore
 
 RECIPE_FILE = "recipe.json"
 DEBUG_NOTICE = "This is a debug run: everything in it was shrunk, and its numbers mean nothing."
 
 Saved = TypeVar("Saved")
+
+
+class RunFolder:
+    """Paths of a run and its small files.
+
+    Args:
+        path: the folder; created when a run starts.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        return CheckpointStore(self.path / "checkpoints")
+
+    def prepare(self) -> None:
+        """Create the folder and remove what an interrupted write left."""
+        self.checkpoints.prepare()
+        for leftover in self.path.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Replace a JSON file of the run in one move."""
+        unfinished = self.path / f"{UNFINISHED}{name}"
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(self.path / name)
 
 
 class Described(Protocol):

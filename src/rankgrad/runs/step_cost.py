@@ -14,20 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from rankgrad._checks import check_positive
-from rankgrad.train.activation_budget import SHARE
+from rankgrad._device import available_bytes
+from rankgrad.train.activation_budget import BACKWARD_FACTOR, PROBE, SHARE, count_saved_bytes, graph_bytes
+from rankgrad.train.batch_tree import num_rows, select_rows
 from rankgrad.train.gradient_check import live_batch_norms
-from rankgrad.train.large_batch import LargeBatch, leaves, len_of, rows
-from rankgrad.train.memory import available_bytes, counting_saved_bytes
-from rankgrad.train.optimizers import make_optimizer
-from rankgrad.train.protocols import Loss
+from rankgrad.train.large_batch import LargeBatch, Loss
 from rankgrad.train.settings import AUTOCAST, TrainSettings
-from rankgrad.train.snapshot import Buffers, LossState, RandomState
-
-PROBE = 8
-"""Images of the smallest chunk tried, where the batch has as many."""
-
-# a backward pass holds the gradients of some activations besides the activations
-BACKWARD_FACTOR = 1.5
+from rankgrad.train.snapshot import BufferSnapshot, LossSnapshot, RngSnapshot
+from rankgrad.train.train_step import make_optimizer
 
 
 @dataclass(frozen=True)
@@ -180,7 +174,7 @@ def plan(
     model.to(device).train()
     if isinstance(loss, nn.Module):
         loss.to(device).train()
-    before, buffers, memory = RandomState.of(device), Buffers.of(model), LossState.of(loss)
+    before, buffers, memory = RngSnapshot.of(device), BufferSnapshot.of(model), LossSnapshot.of(loss)
     began = time.perf_counter()
     images, labels = make_batch()
     load = time.perf_counter() - began
@@ -219,40 +213,16 @@ def plan(
     )
 
 
-def choose_chunk(large: LargeBatch, images: Any) -> int:
-    """The largest chunk size that memory allows for a batch, 0 for all of it; no time is spent on comparing."""
-    items, device = len_of(images), large.device
-    free = available_bytes(device)
-    if free is None or live_batch_norms(large.model) or items <= PROBE:
-        return 0
-    before = RandomState.of(device)
-    meter = _Meter(large, images, device)
-    buffers = Buffers.of(large.model)
-    try:
-        small, double = (meter.graph_bytes(size) for size in (PROBE, min(2 * PROBE, items)))
-    finally:
-        before.restore()
-        buffers.restore()
-    # bytes that each image adds; a fixed part, such as a cast of the weights, is in both and drops out
-    each = max(1, (double - small) // (min(2 * PROBE, items) - PROBE))
-    fitting = int(SHARE.get(device.type, 0.5) * free / BACKWARD_FACTOR - max(0, small - PROBE * each)) // each
-    if fitting >= items:
-        return 0
-    fitting = max(1, fitting)
-    # chunks of equal size waste nothing on a small last one
-    return -(-items // -(-items // fitting))
-
-
 class _Meter:
     """Runs parts of a step and looks at clock and memory."""
 
     def __init__(self, large: LargeBatch, images: Any, device: torch.device) -> None:
         self.large, self.images, self.device = large, images, device
-        self.model, self.items = large.model, len_of(images)
+        self.model, self.items = large.model, num_rows(images)
 
     def embed(self, size: int) -> Tensor:
         with torch.autocast(self.device.type, dtype=self.large.autocast, enabled=self.large.autocast is not None):
-            output: Tensor = self.model(rows(self.images, slice(0, size), self.device))
+            output: Tensor = self.model(select_rows(self.images, slice(0, size), self.device))
         return output
 
     @torch.no_grad()
@@ -265,14 +235,11 @@ class _Meter:
     def cost(self, size: int) -> ChunkCost:
         with torch.no_grad():
             forward = self._timed(lambda: self.embed(size))
-        needed = self._peak(lambda: self._backward(size)) if self.device.type == "cuda" else self.graph_bytes(size, peak=True)
+        if self.device.type == "cuda":
+            needed = self._peak(lambda: self._backward(size))
+        else:
+            needed = int(BACKWARD_FACTOR * graph_bytes(self.large, self.images, size))
         return ChunkCost(size, self.items, forward, self._timed(lambda: self._backward(size)), needed)
-
-    def graph_bytes(self, size: int, *, peak: bool = False) -> int:
-        """Bytes that a chunk's graph holds, or that its backward pass will have at its peak."""
-        with torch.enable_grad(), counting_saved_bytes(self.model, leaves(self.images)) as counter:
-            self.embed(size)
-        return int(BACKWARD_FACTOR * counter.total) if peak else counter.total
 
     def loss(self, embeddings: Tensor, labels: Tensor) -> tuple[float, int]:
         leaf = embeddings.requires_grad_()
@@ -286,7 +253,7 @@ class _Meter:
         seconds = self._timed(once)
         if self.device.type == "cuda":
             return seconds, self._peak(once)
-        with counting_saved_bytes(self.model, [leaf]) as counter:
+        with count_saved_bytes(self.model, [leaf]) as counter:
             self.large.loss(leaf, labels)
         return seconds, counter.total
 

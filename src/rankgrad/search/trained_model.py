@@ -23,8 +23,9 @@ from rankgrad.runs.pipeline import load_run
 from rankgrad.runs.retrieval_evaluation import MultiScale
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
 from rankgrad.runs.retrieval_task import EMBEDDED_AT_ONCE, ordered_batches
+from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task_models import make_model
-from rankgrad.train.checkpoints import MANIFEST, WEIGHTS, RunFolder
+from rankgrad.train.checkpoints import MANIFEST, WEIGHTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +135,10 @@ def open_run(folder: Path, device: torch.device | str = "cpu", *, checkpoint: st
     if checkpoint not in (None, "best", "last"):
         raise ValueError(f"open_run: checkpoint must be 'best' or 'last', got {checkpoint!r}")
     saved, run = load_run(folder), RunFolder(folder)
-    which: Literal["best", "last"] = "last" if checkpoint == "last" or not (checkpoint or run.pointer("best")) else "best"
-    found = run.checkpoint(which)
+    which: Literal["best", "last"] = (
+        "last" if checkpoint == "last" or not (checkpoint or run.checkpoints.pointer("best")) else "best"
+    )
+    found = run.checkpoints.checkpoint(which)
     # all weights come from the checkpoint: the file or download that training began with is not needed
     model = make_model(replace(saved.recipe, weights="none"), torch.device(device))
     found.load_into(model)

@@ -1,17 +1,16 @@
-"""The folder of a run and its checkpoints, written so that a crash at any moment leaves the last good one.
+"""Checkpoints of a run, written so that a crash at any moment leaves the last good one.
 
     RUN/checkpoints/step-00000120/weights.safetensors     the model
-                                  state.pt                all else; loads with weights_only=True
+                                  state.safetensors       everything else: tensors, and the rest as JSON in the header
                                   manifest.json           sizes and digests of the two
     RUN/checkpoints/last.json, best.json                  {"folder": "step-00000120", "step": 120, "epoch": 3, "metrics": {...}}
 
 A checkpoint is written under another name, made durable and then renamed; a pointer is replaced in one move, and only when it
-is durable do older checkpoints go.
+is durable are older checkpoints deleted. Nothing is pickled, so reading a checkpoint never runs code.
 """
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import re
@@ -21,12 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from rankgrad.train.errors import TrainingError, is_full, reason_of
+from rankgrad.train.sharding import unwrap_model
+from rankgrad.train.state_file import read_pickled_state, read_state, state_bytes
 
-WEIGHTS, STATE, MANIFEST = "weights.safetensors", "state.pt", "manifest.json"
+WEIGHTS, STATE, MANIFEST = "weights.safetensors", "state.safetensors", "manifest.json"
+# the state in checkpoints of format 1, still read
+PICKLED_STATE = "state.pt"
+FORMAT = 2
 UNFINISHED = ".writing-"
 Pointer = Literal["last", "best"]
 _NAME = re.compile(r"step-[0-9]{8,12}")
@@ -34,7 +37,7 @@ _NAME = re.compile(r"step-[0-9]{8,12}")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that exists and whose files are what was written."""
+    """A checkpoint on disk whose files match its manifest."""
 
     folder: Path
     step: int
@@ -46,21 +49,32 @@ class Checkpoint:
         try:
             return load_file(self.folder / WEIGHTS)
         except SafetensorError as error:
-            raise ValueError(f"{self.folder / WEIGHTS} is not a whole safetensors file ({error})") from error
+            raise ValueError(f"{self.folder / WEIGHTS} is not a complete safetensors file ({error})") from error
 
     def state(self) -> dict[str, Any]:
-        try:
-            state = torch.load(self.folder / STATE, map_location="cpu", weights_only=True)
-        except Exception as error:  # a forged pickle fails with whatever its bytes happen to ask for
-            first_line = str(error).partition("\n")[0]
-            raise ValueError(f"{self.folder / STATE} is not the state of a run ({first_line})") from error
+        """Everything but the weights.
+
+        Raises:
+            ValueError: the file is not the state of a run, or of a format that this version does not read.
+        """
+        path = self.folder / STATE
+        if path.is_file():
+            state, known = read_state(path), FORMAT
+        else:
+            path = self.folder / PICKLED_STATE
+            state, known = read_pickled_state(path), 1
         if not isinstance(state, dict):
-            raise ValueError(f"{self.folder / STATE} is not the state of a run: it holds a {type(state).__name__}")
+            raise ValueError(f"{path} is not the state of a run: it holds a {type(state).__name__}")
+        if state.get("format", known) != known:
+            raise ValueError(
+                f"{path} has format {state['format']!r}, this version reads format {known}: resume with the version of "
+                "rankgrad that wrote it"
+            )
         return state
 
     def load_into(self, model: nn.Module) -> None:
-        """Puts the weights into `model`, which must have exactly these parameters and buffers."""
-        target, weights = unwrapped(model), self.weights()
+        """Loads the weights into `model`, which must have exactly these parameters and buffers."""
+        target, weights = unwrap_model(model), self.weights()
         extra = {name: value for name, value in target.state_dict().items() if not isinstance(value, Tensor)}
         try:
             target.load_state_dict({**extra, **weights})
@@ -68,40 +82,26 @@ class Checkpoint:
             raise ValueError(f"{self.folder / WEIGHTS} does not fit this model: {' '.join(str(error).split())}") from error
 
 
-class RunFolder:
-    """Where a run writes: settings, journal, checkpoints, results.
+class CheckpointStore:
+    """The checkpoints of a run.
 
     Args:
-        path: the folder; made when the run starts.
-        keep_last: checkpoints that stay besides the best.
-        command: trains; a run that was stopped says how to go on with it.
+        path: folder for the checkpoints; created by `prepare`.
+        keep_last: number of checkpoints kept besides the best.
     """
 
-    def __init__(self, path: Path | str, *, keep_last: int = 2, command: str = "rankgrad train") -> None:
-        self.path, self.keep_last, self.command = Path(path), keep_last, command
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal.jsonl"
+    def __init__(self, path: Path | str, *, keep_last: int = 2) -> None:
+        self.path, self.keep_last = Path(path), keep_last
 
     def prepare(self) -> None:
-        """Makes the folder and sweeps away what an interrupted write left."""
-        with self._explained("be made or written to"):
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            for leftover in (*self.checkpoints.glob(f"{UNFINISHED}*"), *self.path.glob(f"{UNFINISHED}*")):
+        """Creates the folder and removes what an interrupted write left."""
+        with self._explain("cannot be created or written to"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            for leftover in self.path.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            probe = self.checkpoints / f"{UNFINISHED}probe"
+            probe = self.path / f"{UNFINISHED}probe"
             probe.touch()
             probe.unlink()
-
-    def write_json(self, name: str, content: Any) -> None:
-        """Replaces a JSON file of the run in one move."""
-        with self._explained(f"take {name}"):
-            _replace(self.path / name, _json(content))
 
     def save(
         self,
@@ -113,118 +113,109 @@ class RunFolder:
         metrics: Mapping[str, float],
         best: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """Writes a checkpoint of a model or its weights, points `last` to it, `best` to what `best` names, drops old ones."""
-        name = folder_of(step)
+        """Writes a checkpoint of a model or its weights, points `last` to it and `best` to `best`, deletes old ones."""
+        name = folder_name(step)
         pointer = {"folder": name, "step": step, "epoch": epoch, "metrics": dict(metrics)}
-        with self._explained(f"take the checkpoint of step {step}"):
-            self._write(name, {WEIGHTS: _weights(model), STATE: _state(state)})
-            _replace(self.checkpoints / "last.json", _json(pointer))
+        content = {WEIGHTS: _weights_bytes(model), STATE: state_bytes({**state, "format": FORMAT})}
+        with self._explain(f"cannot take the checkpoint of step {step}"):
+            self._write(name, content)
+            _replace(self.path / "last.json", _json(pointer))
             if best is not None:
                 self._point_to_best(best)
             self._prune()
-        return Checkpoint(self.checkpoints / name, step)
+        return Checkpoint(self.path / name, step)
 
-    def _point_to_best(self, best: Mapping[str, Any]) -> None:
-        if self.pointer("best") != best:
-            _replace(self.checkpoints / "best.json", _json(best))
+    def rewind_to(self, step: int, best: Mapping[str, Any] | None) -> None:
+        """Restores the folder to what it was when the checkpoint of `step` had just been written.
 
-    def continue_from(self, step: int, best: Mapping[str, Any] | None) -> None:
-        """Brings the folder to the state in which the checkpoint of `step` had just been written.
-
-        Newer checkpoints will be made again, and a kill may have come before `best` was named or older ones were gone.
+        Newer checkpoints will be written again, and a kill may have come before `best` was updated or old ones were deleted.
         """
-        with self._explained("be tidied"):
+        with self._explain("cannot be cleaned up"):
             if best is None:
-                (self.checkpoints / "best.json").unlink(missing_ok=True)
+                (self.path / "best.json").unlink(missing_ok=True)
             else:
                 self._point_to_best(best)
             for folder in self._folders():
-                if step_of(folder) > step:
+                if _step_in(folder) > step:
                     _delete(folder)
             self._prune()
 
     def checkpoint(self, which: Pointer = "last") -> Checkpoint:
-        """The checkpoint a pointer names."""
+        """The checkpoint that a pointer names."""
         pointer = self.pointer(which)
         if pointer is None:
-            raise FileNotFoundError(f"{self.checkpoints / f'{which}.json'} is missing or unreadable: no {which} checkpoint")
-        found = Checkpoint(self.checkpoints / pointer["folder"], int(pointer["step"]))
+            raise FileNotFoundError(f"{self.path / f'{which}.json'} is missing or unreadable: no {which} checkpoint")
+        found = Checkpoint(self.path / pointer["folder"], int(pointer["step"]))
         fault = _fault(found.folder)
         if fault:
             raise ValueError(f"{found.folder} is damaged: {fault}")
         return found
 
     def pointer(self, which: Pointer) -> dict[str, Any] | None:
-        """The content of last.json or best.json."""
-        path = self.checkpoints / f"{which}.json"
+        """The content of last.json or best.json, None if there is none that can be read."""
+        path = self.path / f"{which}.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         except (OSError, ValueError, RecursionError):
             return None
         if not isinstance(content, dict) or type(content.get("step")) is not int:
             return None
-        return content if content.get("folder") == folder_of(content["step"]) else None
+        return content if content.get("folder") == folder_name(content["step"]) else None
 
     def newest_good(self) -> tuple[Checkpoint | None, list[str]]:
-        """What to resume from, and what is wrong with checkpoints that had to be passed over.
+        """The checkpoint to resume from, and what is wrong with those that were skipped.
 
-        The one that `last` names comes first, then the others from the newest on: one that was renamed but not yet named by
-        `last` when the run was killed is made again.
+        The one that `last` names comes first, then older ones, newest first. One that was renamed but not yet named by `last`
+        when the run was killed is written again.
         """
         folders = self._folders()[::-1]
         pointer = self.pointer("last")
         if pointer is not None:
-            named = self.checkpoints / pointer["folder"]
+            named = self.path / pointer["folder"]
             folders = [named, *(folder for folder in folders if folder < named)]
         faults: list[str] = []
         for folder in folders:
             fault = _fault(folder)
             if fault is None:
-                return Checkpoint(folder, step_of(folder)), faults
+                return Checkpoint(folder, _step_in(folder)), faults
             faults.append(f"{folder.name}: {fault}")
         if faults:
-            raise TrainingError(
-                f"{self.checkpoints} holds no checkpoint that can be read ({'; '.join(faults)}): start a new run"
-            )
+            raise TrainingError(f"{self.path} holds no readable checkpoint ({'; '.join(faults)}): start a new run")
         return None, faults
 
-    def way_on(self) -> str:
-        """What to type to continue the run."""
-        return f"Continue with: {self.command} --resume {self.path}"
-
-    def last_good(self) -> str:
-        """For messages: the newest checkpoint."""
+    def describe_last(self) -> str:
+        """For messages: which checkpoint is the newest."""
         pointer = self.pointer("last")
-        return (
-            "no checkpoint was written yet"
-            if pointer is None
-            else f"the last checkpoint is {self.checkpoints / pointer['folder']}"
-        )
+        return "no checkpoint was written yet" if pointer is None else f"the last checkpoint is {self.path / pointer['folder']}"
 
     @contextlib.contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def _explain(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            for leftover in self.checkpoints.glob(f"{UNFINISHED}*"):
+            for leftover in self.path.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            advice = "Make room there" if is_full(error) else "See to its permissions or choose another folder"
+            advice = "Free some space" if is_full(error) else "Check its permissions or choose another folder"
             raise TrainingError(
-                f"{self.path} cannot {what}: {reason_of(error)}; {self.last_good()}. {advice}, then resume."
+                f"{self.path} {what}: {reason_of(error)}; {self.describe_last()}. {advice}, then resume."
             ) from error
 
+    def _point_to_best(self, best: Mapping[str, Any]) -> None:
+        if self.pointer("best") != best:
+            _replace(self.path / "best.json", _json(best))
+
     def _write(self, name: str, files: Mapping[str, bytes]) -> None:
-        unfinished, finished = self.checkpoints / f"{UNFINISHED}{name}", self.checkpoints / name
+        unfinished, finished = self.path / f"{UNFINISHED}{name}", self.path / name
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         manifest = {file: {"bytes": len(content), "blake2b": _digest(content)} for file, content in files.items()}
         for file, content in {**files, MANIFEST: _json(manifest)}.items():
             _write_durably(unfinished / file, content)
-        _make_durable(unfinished)
+        _sync_folder(unfinished)
         if finished.exists():
             _delete(finished)
         unfinished.rename(finished)
-        _make_durable(self.checkpoints)
+        _sync_folder(self.path)
 
     def _prune(self) -> None:
         best = self.pointer("best")
@@ -234,55 +225,44 @@ class RunFolder:
                 _delete(folder)
 
     def _folders(self) -> list[Path]:
-        """Of all checkpoints, oldest first; what else lies there is nobody's business."""
-        return sorted(path for path in self.checkpoints.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir())
+        """Folders of all checkpoints, oldest first; other files are ignored."""
+        return sorted(path for path in self.path.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir())
 
 
-def folder_of(step: int) -> str:
+def folder_name(step: int) -> str:
     """Name of a checkpoint's folder."""
     return f"step-{step:08}"
 
 
-def step_of(folder: Path) -> int:
-    """The step in a folder's name."""
+def _step_in(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside a DistributedDataParallel."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def _weights(model: nn.Module | Mapping[str, Any]) -> bytes:
+def _weights_bytes(model: nn.Module | Mapping[str, Any]) -> bytes:
     from safetensors.torch import save
 
     # safetensors has no notion of two names for one storage; each gets its own copy and loading ties them again
     tensors = {
         name: value.detach().to("cpu", copy=True).contiguous()
-        for name, value in (unwrapped(model).state_dict() if isinstance(model, nn.Module) else model).items()
+        for name, value in (unwrap_model(model).state_dict() if isinstance(model, nn.Module) else model).items()
         if isinstance(value, Tensor)
     }
     return save(tensors, metadata={"format": "pt"})
 
 
-def _state(state: Mapping[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(dict(state), buffer)
-    return buffer.getvalue()
-
-
 def _fault(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint, None if nothing is."""
-    for file in (MANIFEST, WEIGHTS, STATE):
-        # a pipe of that name would be waited for
+    state = PICKLED_STATE if (folder / PICKLED_STATE).exists() and not (folder / STATE).exists() else STATE
+    for file in (MANIFEST, WEIGHTS, state):
+        # opening a pipe of that name would block
         if not (folder / file).is_file():
             return f"{file} is missing"
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        for file in (WEIGHTS, STATE):
+        for file in (WEIGHTS, state):
             size = (folder / file).stat().st_size
             if size != manifest[file]["bytes"]:
-                return f"{file} has {size} bytes and not {manifest[file]['bytes']}"
+                return f"{file} has {size} bytes instead of {manifest[file]['bytes']}"
             if _digest((folder / file).read_bytes()) != manifest[file]["blake2b"]:
                 return f"{file} is not what was written"
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -307,7 +287,7 @@ def _replace(path: Path, content: bytes) -> None:
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
     _write_durably(unfinished, content)
     os.replace(unfinished, path)  # noqa: PTH105 (the one call whose atomicity matters, under the name POSIX gives it)
-    _make_durable(path.parent)
+    _sync_folder(path.parent)
 
 
 def _write_durably(path: Path, content: bytes) -> None:
@@ -317,7 +297,7 @@ def _write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _make_durable(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """A rename is on disk when its folder is."""
     if os.name != "posix":
         return

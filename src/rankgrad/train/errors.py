@@ -1,18 +1,39 @@
-"""How a run ends before its time."""
+"""Errors of training. Each message is one sentence for whoever started the run."""
 
 import errno
 
 
 class TrainingError(RuntimeError):
-    """A run cannot go on; the message is one sentence for whoever started it."""
+    """The run cannot continue."""
 
 
 class LostProcessError(TrainingError):
-    """Another process of the run is gone."""
+    """Another process of the run has ended."""
+
+
+class FailedProcessError(TrainingError):
+    """A launched process ended before the run was finished."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """A batch does not fit in memory, whatever the chunk size."""
+
+
+class NotFiniteError(ArithmeticError):
+    """A loss or gradient is NaN or infinite.
+
+    Attributes:
+        fact: what was found and at which step.
+        images: the batch it happened on; empty where no single batch is to blame.
+    """
+
+    def __init__(self, fact: str, images: str = "") -> None:
+        super().__init__(f"{fact}; the batch was images {images}" if images else fact)
+        self.fact, self.images = fact, images
 
 
 def is_full(error: OSError) -> bool:
-    """Whether there was no room, on the disk, in the quota or below the largest file allowed."""
+    """Whether the disk, the quota or the largest file size allowed is exhausted."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rankgrad.train.protocols import Loss
-from rankgrad.train.snapshot import Buffers, LossState, RandomState
+from rankgrad.train.snapshot import BufferSnapshot, LossSnapshot, RngSnapshot
+
+if TYPE_CHECKING:
+    from rankgrad.train.large_batch import Loss
 
 # relative error that the order of sums may cause, by the precision of the model
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -58,7 +61,7 @@ class GradientCheck:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: "Loss",
         *,
         embed: Callable[[slice], Tensor],
         staged: Callable[[], object],
@@ -73,7 +76,7 @@ class GradientCheck:
             self.parameters |= {f"loss.{name}": p for name, p in loss.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("LargeBatch.check: model and loss have no parameter that requires a gradient")
-        self.random, self.buffers, self.memory = RandomState.of(device), Buffers.of(model), LossState.of(loss)
+        self.random, self.buffers, self.memory = RngSnapshot.of(device), BufferSnapshot.of(model), LossSnapshot.of(loss)
 
     def report(self) -> CheckReport:
         before = {name: p.grad for name, p in self.parameters.items()}
@@ -136,7 +139,7 @@ class GradientCheck:
 
     def _is_random(self) -> bool:
         self._first_chunk()
-        return not RandomState.of(self.device).equals(self.random)
+        return not RngSnapshot.of(self.device).equals(self.random)
 
     def _gradients(self, run: Callable[[], object]) -> dict[str, Tensor]:
         self._rewind()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rankgrad._device import forget_failed_capture
 
 
-class GraphedPass:
+class GraphedModel:
     """Replaces the training pass of `model` over batches of one shape by graphs, from the second step on.
 
     A graph has one set of activations, so the whole batch must go through at once. A network that cannot be recorded runs as
@@ -32,7 +32,7 @@ class GraphedPass:
             self._record(images)
         # a layer that waits for the device, no memory for a second set of activations, or hooks, which torch asserts away
         except (RuntimeError, AssertionError) as error:
-            self.give_up()
+            self.release()
             forget_failed_capture(images.device)
             return str(error).partition("\n")[0]
         finally:
@@ -41,7 +41,7 @@ class GraphedPass:
                     buffer.copy_(value)
         return None
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """The network runs as usual again."""
         if self._before is None:
             vars(self.model).pop("forward", None)

@@ -10,20 +10,41 @@ more with a graph and send its rows of that gradient through it.
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from rankgrad._checks import check_count, shape_of
-from rankgrad.train.activation_budget import FirstStep, Keeping
+from rankgrad._device import autocast_disabled
+from rankgrad.train.activation_budget import ActivationBudget, MemoryProbe
+from rankgrad.train.batch_tree import leaves, num_rows, select_rows
 from rankgrad.train.gradient_check import CheckReport, GradientCheck, live_batch_norms
 from rankgrad.train.processes import ALONE, Processes
-from rankgrad.train.protocols import Loss
-from rankgrad.train.sharding import exchanges, is_divided
-from rankgrad.train.snapshot import RandomState
+from rankgrad.train.sharding import is_distributed, is_sharded
+from rankgrad.train.snapshot import RngSnapshot
 
-Scale = float | Callable[[Tensor], Tensor]
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Scale: TypeAlias = float | Callable[[Tensor], Tensor]
+
+
+@runtime_checkable
+class GatheringLoss(Protocol):
+    """A loss over the embeddings of all processes around the loss of one, such as `DistributedRankLoss`.
+
+    Attributes:
+        loss: the loss of one process.
+        gathered: embeddings and labels of all processes in the last call.
+    """
+
+    loss: Any
+    gathered: tuple[Tensor, Tensor] | None
+
+
+def unwrap_loss(loss: Loss) -> Loss:
+    """The loss of one process, whose state does not depend on the number of processes."""
+    inner: Loss = loss.loss if isinstance(loss, GatheringLoss) else loss
+    return inner
 
 
 class LargeBatch:
@@ -69,7 +90,7 @@ class LargeBatch:
         check_count(chunk_size, name="chunk_size", caller="LargeBatch", least=0)
         self.processes = processes
         self.model, self.loss, self.chunk_size, self.autocast = model, loss, chunk_size, autocast
-        self._keeping = Keeping(keep)
+        self._budget = ActivationBudget(keep)
 
     def __call__(self, images: Any, labels: Tensor, *, scale: Scale = 1.0) -> Tensor:
         """Adds the gradients of the batch to `.grad` and returns the loss, detached and unscaled.
@@ -82,16 +103,16 @@ class LargeBatch:
         """
         cuts = self._cuts(images, labels)
         if len(cuts) > 1:
-            refuse_live_batch_norm(self.model)
-        kind = self._kind(images)
-        kept = self._keeping.count(kind, len(cuts), self.device)
-        if is_divided(self.model):
-            kept = -self.processes.largest(-kept)
-        first = self._keeping.step(kind, len(cuts), self.model, leaves(images), self.device)
+            check_no_live_batch_norm(self.model)
+        signature = self._signature(images)
+        kept = self._budget.count(signature, len(cuts), self.device)
+        if is_sharded(self.model):
+            kept = -self.processes.all_max(-kept)
+        probe = self._budget.probe(signature, len(cuts), self.model, leaves(images), self.device)
         with torch.enable_grad(), self._region():
-            value = self._step(images, labels, cuts, scale, kept, first)
-        if first:
-            self._keeping.learn(kind, first)
+            value = self._step(images, labels, cuts, scale, kept, probe)
+        if probe:
+            self._budget.record(signature, probe)
         return value
 
     def check(self, images: Any, labels: Tensor) -> CheckReport:
@@ -115,13 +136,13 @@ class LargeBatch:
 
     def shrink(self, items: int) -> str | None:
         """Makes the next call on `items` need less memory and says how; None where one image at a time is too much."""
-        if self._keeping.give_up():
+        if self._budget.keep_none():
             return "no chunk is kept any more"
         size = min(self.chunk_size or items, items)
         if size == 1:
             return None
         self.chunk_size = (size + 1) // 2
-        self._keeping.forget()
+        self._budget.reset()
         return f"chunk_size {size} -> {self.chunk_size}"
 
     @property
@@ -131,23 +152,23 @@ class LargeBatch:
         return torch.device("cpu") if tensor is None else tensor.device
 
     def _step(
-        self, images: Any, labels: Tensor, cuts: list[slice], scale: Scale, kept: int, first: FirstStep | None = None
+        self, images: Any, labels: Tensor, cuts: list[slice], scale: Scale, kept: int, probe: MemoryProbe | None = None
     ) -> Tensor:
         device, last = self.device, len(cuts) - 1
-        if last and exchanges(self.model):
+        if last and is_distributed(self.model):
             kept = min(kept, last)  # such a model must see the pass that exchanges directly before its backward
         graphs: dict[int, Tensor] = {}
-        states: dict[int, RandomState] = {}
+        states: dict[int, RngSnapshot] = {}
         parts = []
         with self._agreed():
             for i, cut in enumerate(cuts):
-                with self._exchange(last == 0):
+                with self._sync(last == 0):
                     if i < kept:
-                        with first.chunk() if first and i == 0 else nullcontext():
+                        with probe.chunk() if probe and i == 0 else nullcontext():
                             graphs[i] = self._embed(images, cut, device)
                         parts.append(graphs[i].detach())
                     else:
-                        states[i] = RandomState.of(device)
+                        states[i] = RngSnapshot.of(device)
                         with torch.no_grad():
                             parts.append(self._embed(images, cut, device))
         # casts of weights that were made without a graph must not serve the pass with one
@@ -155,15 +176,15 @@ class LargeBatch:
         embeddings = torch.cat(parts).requires_grad_()
         value = self._loss_and_gradient(embeddings, labels, scale)
         gradient = torch.zeros_like(embeddings) if embeddings.grad is None else embeddings.grad
-        after = RandomState.of(device)
+        after = RngSnapshot.of(device)
 
         def go_back(i: int) -> None:
-            with self._exchange(i == last):
+            with self._sync(i == last):
                 if i in states:
                     states[i].restore()
                 output = graphs.pop(i) if i in graphs else self._embed(images, cuts[i], device)
                 if output.requires_grad:
-                    with _without_autocast(device):
+                    with autocast_disabled(device):
                         output.backward(gradient[cuts[i]])
 
         with self._agreed():
@@ -178,24 +199,24 @@ class LargeBatch:
         value = self.loss(embeddings, labels)
         if value.numel() != 1:
             raise ValueError(f"LargeBatch: loss must return one value for the batch, got shape {shape_of(value)}")
-        with _without_autocast(embeddings.device):
+        with autocast_disabled(embeddings.device):
             (scale(value) if callable(scale) else value * scale).sum().backward()
         return value.detach().reshape(())
 
     def _embed(self, images: Any, cut: slice, device: torch.device) -> Tensor:
-        output = self.model(rows(images, cut, device))
+        output = self.model(select_rows(images, cut, device))
         if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != cut.stop - cut.start:
             got = f"shape {shape_of(output)}" if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"LargeBatch: model must return embeddings [{cut.stop - cut.start}, dimensions], got {got}")
         return output
 
     def _cuts(self, images: Any, labels: Tensor) -> list[slice]:
-        items = len_of(images)
+        items = num_rows(images)
         if len(labels) != items:
             raise ValueError(f"LargeBatch: labels must be one per image, {items}, got {len(labels)}")
         size = self.chunk_size or items
-        if is_divided(self.model):
-            chunks, least = self.processes.largest(-(-items // size)), -self.processes.largest(-items)
+        if is_sharded(self.model):
+            chunks, least = self.processes.all_max(-(-items // size)), -self.processes.all_max(-items)
             if chunks > least:
                 raise ValueError(
                     f"LargeBatch: FSDP needs as many chunks on every process, and {least} images cannot be cut into {chunks}: "
@@ -215,13 +236,13 @@ class LargeBatch:
             yield
         except torch.OutOfMemoryError as error:
             mine = error
-        if self.processes.any(mine is not None):
+        if self.processes.all_any(mine is not None):
             raise mine or torch.OutOfMemoryError("another process ran out of memory")
 
     def _region(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
 
-    def _exchange(self, now: bool) -> AbstractContextManager[Any]:
+    def _sync(self, now: bool) -> AbstractContextManager[Any]:
         """Gradients are exchanged between processes in the context, or are not yet."""
         set_sync = getattr(self.model, "set_requires_gradient_sync", None)
         if callable(set_sync):  # FSDP2
@@ -229,48 +250,11 @@ class LargeBatch:
         no_sync = getattr(self.model, "no_sync", None)
         return no_sync() if callable(no_sync) and not now else nullcontext()
 
-    def _kind(self, images: Any) -> Hashable:
+    def _signature(self, images: Any) -> Hashable:
         return self.chunk_size, tuple(leaf.shape[1:] for leaf in leaves(images))
 
 
-def leaves(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from leaves(value)
-
-
-def len_of(images: Any) -> int:
-    """How many items a batch has: the first dimension of all its tensors."""
-    lengths = {leaf.shape[0] if leaf.ndim else None for leaf in leaves(images)}
-    if len(lengths) != 1 or None in lengths:
-        got = ", ".join(sorted(map(str, lengths))) or "no tensor"
-        raise ValueError(f"LargeBatch: the tensors of a batch must share their first dimension, got {got}")
-    items = int(lengths.pop() or 0)
-    if not items:
-        raise ValueError("LargeBatch: a batch must hold at least one image, got none")
-    return items
-
-
-def rows(tree: Any, cut: slice, device: torch.device) -> Any:
-    """The items `cut` of a batch, on `device`."""
-    if isinstance(tree, Tensor):
-        return tree[cut].to(device, non_blocking=True)
-    if isinstance(tree, dict):
-        return type(tree)((key, rows(value, cut, device)) for key, value in tree.items())
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(rows(value, cut, device) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(rows(value, cut, device) for value in tree)
-    return tree
-
-
-def refuse_live_batch_norm(model: nn.Module) -> None:
+def check_no_live_batch_norm(model: nn.Module) -> None:
     """Statistics of a chunk are not those of the batch, and would be updated twice per step."""
     names = live_batch_norms(model)
     if names:
@@ -280,8 +264,3 @@ def refuse_live_batch_norm(model: nn.Module) -> None:
             "would. Call .eval() on these layers after model.train() (batch_norm='frozen' in a recipe), use GroupNorm, or "
             "let the whole batch through at once with chunk_size=0"
         )
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A backward pass repeats the precision of its forward pass by itself; autocast would round it once more."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

@@ -1,52 +1,63 @@
-"""The training loop: model, loss, batches and evaluators are handed in.
+"""The training loop: `fit` takes a model, a loss, batches and evaluators.
 
-    outcome = fit(model, loss, batches, TrainSettings(epochs=55), RunFolder("runs/sop"), groups=groups, resume=True)
+    result = fit(model, loss, batches, TrainSettings(epochs=55), "runs/sop", resume=True)
 
-All randomness of step s in epoch e is a function of (seed, e, s), so that a run which was killed and resumed ends with the
-weights of one that never was.
+All randomness of step s in epoch e is a function of (seed, e, s), so a run that was killed and resumed ends with the weights of
+one that never was.
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from rankgrad.data.seeds import derive
-from rankgrad.train.checkpoints import Checkpoint, RunFolder, folder_of, unwrapped
+from rankgrad.train.checkpoints import Checkpoint, CheckpointStore, folder_name
 from rankgrad.train.diagnostics import diagnose
-from rankgrad.train.errors import LostProcessError, TrainingError
-from rankgrad.train.interruption import Interruption
-from rankgrad.train.journal import Journal, jsonable, open_journal, provenance
-from rankgrad.train.meters import Mean, Pace
-from rankgrad.train.processes import ALONE, Processes, is_lost
+from rankgrad.train.errors import LostProcessError, NotFiniteError, OutOfMemoryError, TrainingError
+from rankgrad.train.journal import JOURNAL, Journal, JsonLines, Tracker, jsonable, provenance
+from rankgrad.train.large_batch import Loss, unwrap_loss
+from rankgrad.train.meters import RunningMean, Throughput
+from rankgrad.train.processes import ALONE, Processes, StopSignal, is_lost_process
 from rankgrad.train.progress import Progress
-from rankgrad.train.protocols import Batches, Evaluator, Loss, undivided
+from rankgrad.train.resume import LoopState, restore, run_identity
 from rankgrad.train.settings import TrainSettings
-from rankgrad.train.train_step import OutOfMemoryError, Stepper, Taken
-from rankgrad.train.watch import NotFiniteError
+from rankgrad.train.train_step import StepOutput, TrainStep
 
-# seconds in which a second signal is the first once more: a terminal and torchrun each send one to every process
-SAME_WISH = 5.0
+# with several processes, ignore repeated signals for this many seconds: a terminal and torchrun each send one to every process
+SIGNAL_GRACE = 5.0
+
+Evaluator: TypeAlias = Callable[[nn.Module], Mapping[str, float]]
+
+
+class Batches(Protocol):
+    """The batches of an epoch, from any position: (step in the epoch, indices, images, labels)."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def iterate(self, start: int) -> Iterator[tuple[int, Tensor, Any, Tensor]]: ...
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FitResult:
     """How a run ended.
 
     Attributes:
         reason: "finished", "early stop" or "interrupted".
-        step: optimizer steps done, over all resumptions.
+        step: optimizer steps taken, over all resumptions.
         epoch: epochs begun.
         metrics: the last evaluation of each evaluator.
         best: the content of best.json, None where nothing was selected.
         folder: of the last checkpoint.
-        seconds: of this call.
+        seconds: duration of this call.
     """
 
     reason: str
@@ -63,282 +74,245 @@ def fit(
     loss: Loss,
     batches: Batches,
     settings: TrainSettings,
-    run: RunFolder,
+    folder: Path | str,
     *,
-    groups: Sequence[dict[str, Any]] | None = None,
+    param_groups: Sequence[dict[str, Any]] | None = None,
     evaluators: Mapping[str, Evaluator] | None = None,
     select: str | None = None,
     device: torch.device | str = "cpu",
     resume: bool = False,
     identity: Mapping[str, Any] | None = None,
     description: Mapping[str, Any] | None = None,
+    trackers: Sequence[Tracker] = (),
+    resume_hint: str = "Continue with fit(..., resume=True).",
     processes: Processes = ALONE,
-) -> Outcome:
-    """Trains `model` and keeps its journal and checkpoints in `run`.
+) -> FitResult:
+    """Trains `model` and keeps journal and checkpoints in `folder`.
 
-    With several processes all of them call this, each with its share of every batch (`Shared`), a `DistributedRankLoss` and the
-    same for all else; loss, gradients and metrics are then those of one process. Random layers are the exception: each process
-    draws its own. The first process writes, into a folder that all can read. Any number of processes can resume the run.
+    With several processes all of them call this, each with its shard of every batch (`ShardedBatches`), a `DistributedRankLoss`
+    and otherwise the same arguments; loss, gradients and metrics are then those of one process. Random layers are the
+    exception: each process draws its own. The first process writes, to a folder that all can read. Any number of processes can
+    resume the run.
 
     Args:
-        model: from images to embeddings.
-        loss: from embeddings and labels to one value; if it is a module its state is part of a checkpoint.
-        batches: one batch is one optimizer step, however many chunks it takes.
-        settings: everything else that decides the run.
-        run: where to write.
-        groups: parameter groups with their own `lr` and `weight_decay`; by default all parameters of model and loss.
-        evaluators: by name of the split, functions from the model (in evaluation mode) to metrics; called by all processes,
-            and what they give on the first counts.
-        select: which of them chooses the best checkpoint and stops early. Anything but validation classes is noted as such.
+        model: maps images to embeddings.
+        loss: maps embeddings and labels to one value; the state of a module is part of a checkpoint.
+        batches: one batch is one optimizer step, whatever the number of chunks.
+        settings: optimizer, schedule, precision and so on.
+        folder: where to write.
+        param_groups: parameter groups with their own `lr` and `weight_decay`; by default all parameters of model and loss.
+        evaluators: by name of the split, functions from the model (in evaluation mode) to metrics; called on all processes,
+            the answer of the first counts.
+        select: the evaluator that chooses the best checkpoint and stops early. A warning says so unless it is validation.
         device: where to train.
-        resume: continue from the last checkpoint; without one, begin.
-        identity: what else a resumed run must agree with, such as the recipe's fields.
-        description: what else the journal's first entry says, such as counts of data.
-        processes: those that train together, from `rankgrad.train.processes.joined`.
+        resume: continue from the last checkpoint, if there is one.
+        identity: what else a resumed run must agree with, such as the settings of a recipe.
+        description: what else the first journal entry says, such as the size of the data.
+        trackers: get every journal entry, on the first process.
+        resume_hint: told to the user when the run is stopped.
+        processes: those that train together, from `rankgrad.train.processes.join`.
     """
     evaluators = evaluators or {}
     if select is not None and select not in evaluators:
         raise ValueError(f"fit: select must be one of the evaluators {sorted(evaluators)}, got {select!r}")
     if settings.patience and select is None:
-        raise ValueError("fit: patience needs select, the evaluator whose metric is waited for")
+        raise ValueError("fit: patience needs select, the evaluator whose metric has to improve")
     if not len(batches):
         raise ValueError("fit: batches must hold at least one batch, got none")
-    device = torch.device(device)
-    run.keep_last = settings.keep_last
-    processes.from_first(run.prepare)
+    device, store = torch.device(device), CheckpointStore(Path(folder) / "checkpoints", keep_last=settings.keep_last)
+    processes.on_first(store.prepare)
     with contextlib.ExitStack() as stack:
-        # every step seeds torch's generators; the caller gets his own back
+        # every step seeds torch's generators; restore the caller's
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-        training = _Training(
-            model, loss, batches, settings, run, groups, dict(evaluators), select, device, dict(identity or {}), processes
-        )
-        return training.run_to_end(stack, resume, dict(description or {}))
-
-
-@dataclass
-class _Position:
-    """Where a run stands."""
-
-    step: int = 0
-    epoch: int = 0
-    in_epoch: int = 0
-    best: dict[str, Any] | None = None
-    stale: int = 0
-    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> "_Position":
-        """As a checkpoint has it."""
-        found = cls(**saved)
-        counts = (found.step, found.epoch, found.in_epoch, found.stale)
-        if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(found.metrics, dict):
-            raise ValueError(f"its position is {saved!r}")
-        if found.best is not None and not {"folder", "step", "metrics"} <= found.best.keys():
-            raise ValueError(f"its best checkpoint is {found.best!r}")
-        return found
-
-
-@contextlib.contextmanager
-def _understood(checkpoint: Checkpoint) -> Iterator[None]:
-    """Around the use of a state that was read whole and may still not be that of a run."""
-    try:
-        yield
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{checkpoint.folder} does not hold the state of a run that can be continued "
-            f"({type(error).__name__}: {' '.join(str(error).split())}): delete it to go on from the one before"
-        ) from error
+        step = TrainStep(
+            model, loss, settings, param_groups, steps_per_epoch=len(batches), device=device, processes=processes
+        )  # fmt: skip
+        stack.callback(step.release)
+        training = _Training(step, batches, store, dict(evaluators), select, dict(identity or {}), trackers, resume_hint)
+        return training.run(stack, resume, dict(description or {}))
 
 
 class _Training:
-    """One run. The parts are made in the constructor, `run_to_end` goes through the epochs."""
+    """One call of `fit`."""
 
-    journal: Journal
     progress: Progress
 
     def __init__(
         self,
-        model: nn.Module,
-        loss: Loss,
+        step: TrainStep,
         batches: Batches,
-        settings: TrainSettings,
-        run: RunFolder,
-        groups: Sequence[dict[str, Any]] | None,
+        store: CheckpointStore,
         evaluators: dict[str, Evaluator],
         select: str | None,
-        device: torch.device,
         identity: dict[str, Any],
-        processes: Processes,
+        trackers: Sequence[Tracker],
+        resume_hint: str,
     ) -> None:
-        self.processes = processes
-        self.model, self.batches, self.settings, self.run = model, batches, settings, run
-        self.evaluators, self.select, self.device = evaluators, select, device
-        self.stepper = Stepper(
-            model, loss, settings, groups, steps_per_epoch=len(batches), device=device, processes=processes
-        )  # fmt: skip
-        self.total = settings.total_steps(len(batches))
-        self.identity = jsonable({**self._own_identity(), **identity})
-        self.at = _Position()
-        self.interruption = Interruption(grace=SAME_WISH if processes.size > 1 else 0.0)
-        self.pace = Pace()
-        self.epoch_loss = Mean()
-
-    def run_to_end(self, stack: contextlib.ExitStack, resume: bool, description: dict[str, Any]) -> Outcome:
-        start = time.perf_counter()
-        checkpoint, faults = self._origin(resume)
-        if checkpoint is not None:
-            self._restore(checkpoint)
+        self.step, self.batches, self.store = step, batches, store
+        self.model, self.settings, self.device, self.processes = step.model, step.settings, step.device, step.processes
+        self.evaluators, self.select, self.trackers, self.resume_hint = evaluators, select, trackers, resume_hint
+        self.total = self.settings.total_steps(len(batches))
+        self.identity = jsonable({**run_identity(step, len(batches), select), **identity})
+        self.state = LoopState()
         self.journal = Journal([])
-        self.processes.from_first(self._open_journal)
+        self.stop_signal = StopSignal(grace=SIGNAL_GRACE if self.processes.size > 1 else 0.0)
+        self.throughput, self.epoch_loss = Throughput(), RunningMean()
+
+    def run(self, stack: contextlib.ExitStack, resume: bool, description: dict[str, Any]) -> FitResult:
+        start = time.perf_counter()
+        checkpoint, faults = self._find_checkpoint(resume)
+        if checkpoint is not None:
+            self.state = restore(checkpoint, self.step, self.identity, steps_per_epoch=len(self.batches))
+            self.processes.on_first(lambda: self.store.rewind_to(checkpoint.step, self.state.best))
+        self.processes.on_first(self._open_journal)
         stack.callback(self.journal.close)
-        stack.callback(self.stepper.release)
-        shown = self.processes.first
-        self.progress = stack.enter_context(Progress(self.total, "training", unit="steps", done=self.at.step, shown=shown))
-        self._note_start(resume, checkpoint, faults, description)
-        stack.enter_context(self.interruption)
+        self.progress = stack.enter_context(
+            Progress(self.total, "training", unit="steps", done=self.state.step, shown=self.processes.first)
+        )
+        self._log_start(resume, checkpoint, faults, description)
+        stack.enter_context(self.stop_signal)
         try:
-            reason = self._epochs()
+            reason = self._train()
         except LostProcessError as error:
-            raise self._ended(self._deserted(error)) from error
+            raise self._log_error(self._lost_process(error)) from error
         except (NotFiniteError, OutOfMemoryError) as error:
-            said = self._of_all(error) if isinstance(error, NotFiniteError) else error
-            raise self._ended(TrainingError(f"{said}. The run stops; {self.run.last_good()}.")) from error
+            said = self._of_all_processes(error) if isinstance(error, NotFiniteError) else error
+            raise self._log_error(TrainingError(f"{said}. The run stops; {self.store.describe_last()}.")) from error
         except (TrainingError, ValueError) as error:
-            raise self._ended(error) from error.__cause__
+            raise self._log_error(error) from error.__cause__
         except RuntimeError as error:
-            if self.processes.size == 1 or not is_lost(error):
+            if self.processes.size == 1 or not is_lost_process(error):
                 raise
-            raise self._ended(self._deserted(error)) from error
-        self.stepper.fetch()
-        self._note("end", reason=reason, seconds=time.perf_counter() - start, best=self.at.best)
+            raise self._log_error(self._lost_process(error)) from error
+        self.step.gather_weights()
+        self._log("end", reason=reason, seconds=time.perf_counter() - start, best=self.state.best)
         if reason == "interrupted":
-            asked = self.interruption.signal or "another process"
             self.progress.say(
-                f"stopped by {asked} after step {self.at.step} of {self.total}; the checkpoint is written. {self.run.way_on()}"
+                f"stopped by {self.stop_signal.name or 'another process'} after step {self.state.step} of {self.total}; "
+                f"the checkpoint is written. {self.resume_hint}"
             )
-        return Outcome(
+        return FitResult(
             reason=reason,
-            step=self.at.step,
+            step=self.state.step,
             epoch=self._epoch_number,
-            metrics=self.at.metrics,
-            best=self.at.best,
-            folder=self.run.checkpoints / folder_of(self.at.step),
+            metrics=self.state.metrics,
+            best=self.state.best,
+            folder=self.store.path / folder_name(self.state.step),
             seconds=time.perf_counter() - start,
         )
 
-    def _epochs(self) -> str:
-        while self.at.step < self.total and not self._waited_enough:
-            self.batches.set_epoch(self.at.epoch)
-            self.stepper.train()
+    def _train(self) -> str:
+        """Trains to the end; returns the reason of the end."""
+        while self.state.step < self.total and not self._out_of_patience:
+            self.batches.set_epoch(self.state.epoch)
+            self.step.train()
             self.epoch_loss.reset()
-            self.pace.reset()
-            began, started_at = time.perf_counter(), self.at.step
-            for position, indices, images, labels in self.batches.iterate(self.at.in_epoch):
+            self.throughput.reset()
+            began, first_step = time.perf_counter(), self.state.step
+            for position, indices, images, labels in self.batches.iterate(self.state.in_epoch):
                 self._train_step(position, indices, images, labels)
-                ends = position + 1 == len(self.batches) or self.at.step == self.total
-                if ends:
+                if position + 1 == len(self.batches) or self.state.step == self.total:
                     break
-                if self._asked_to_stop():
+                if self._stop_requested():
                     self._save()
                     return "interrupted"
-                if self.settings.checkpoint_every and self.at.step % self.settings.checkpoint_every == 0:
+                if self.settings.checkpoint_every and self.state.step % self.settings.checkpoint_every == 0:
                     self._save()
-            if self.at.step == started_at:
+            if self.state.step == first_step:
                 raise ValueError(
-                    f"fit: batches promised {len(self.batches)} steps per epoch and gave none from {self.at.in_epoch}"
+                    f"fit: batches promised {len(self.batches)} steps per epoch and gave none from step {self.state.in_epoch}"
                 )
-            self._finish_epoch(time.perf_counter() - began, self.at.step - started_at)
-            if self.at.step < self.total and self._asked_to_stop():
+            self._finish_epoch(time.perf_counter() - began, self.state.step - first_step)
+            if self.state.step < self.total and self._stop_requested():
                 return "interrupted"
-        return "early stop" if self._waited_enough and self.at.step < self.total else "finished"
+        return "early stop" if self._out_of_patience and self.state.step < self.total else "finished"
 
     def _finish_epoch(self, seconds: float, steps: int) -> None:
-        complete = self.at.in_epoch >= len(self.batches)
-        self.stepper.settle()
-        self._note("epoch", loss=self.epoch_loss.value(), seconds=seconds, steps=steps)
+        complete = self.state.in_epoch >= len(self.batches)
+        self.step.flush()
+        self._log("epoch", loss=self.epoch_loss.value(), seconds=seconds, steps=steps)
         every = self.settings.evaluate_every
-        final = self.at.step == self.total
+        final = self.state.step == self.total
         is_best = False
-        if self.evaluators and (final or (complete and every and (self.at.epoch + 1) % every == 0)):
+        if self.evaluators and (final or (complete and every and (self.state.epoch + 1) % every == 0)):
             is_best = self._evaluate()
         number = self._epoch_number
         if complete:
-            self.at.epoch, self.at.in_epoch = self.at.epoch + 1, 0
+            self.state.epoch, self.state.in_epoch = self.state.epoch + 1, 0
         every = self.settings.checkpoint_every
-        due = self.at.step % every == 0 if every else complete
-        if due or is_best or final or self._waited_enough or self._asked_to_stop():
+        due = self.state.step % every == 0 if every else complete
+        if due or is_best or final or self._out_of_patience or self._stop_requested():
             self._save(number)
 
-    def _asked_to_stop(self) -> bool:
-        """Whether any process was; all of them must ask."""
-        return self.processes.any(self.interruption.signal is not None)
+    def _stop_requested(self) -> bool:
+        """Whether any process got a signal; a collective call."""
+        return self.processes.all_any(self.stop_signal.name is not None)
 
     def _train_step(self, position: int, indices: Tensor, images: Any, labels: Tensor) -> None:
-        # random layers of the other processes see other images and draw anew
+        # random layers of the other processes see other images and draw their own numbers
         own = () if self.processes.first else ("process", self.processes.rank)
-        seed = derive(self.settings.seed, "step", self.at.epoch, position, *own)
-        taken = self.stepper.take(self.at.step, seed, indices, images, labels, warn=self._warn)
-        self.at.step, self.at.in_epoch = self.at.step + 1, position + 1
-        self.epoch_loss.add(taken.loss)
-        self.pace.add(len(taken.labels))
+        seed = derive(self.settings.seed, "step", self.state.epoch, position, *own)
+        output = self.step(self.state.step, seed, indices, images, labels, warn=self._warn)
+        self.state.step, self.state.in_epoch = self.state.step + 1, position + 1
+        self.epoch_loss.add(output.loss)
+        self.throughput.add(len(output.labels))
         note = ""
-        if self.at.step % self.settings.log_every == 0 or self.at.step in (1, self.total):
-            note = self._log(taken)
+        if self.state.step % self.settings.log_every == 0 or self.state.step in (1, self.total):
+            note = self._log_step(output)
         self.progress.advance(note=note)
 
-    def _log(self, taken: Taken) -> str:
-        self.stepper.settle()  # what follows waits for the device anyway, and cannot make sense of NaN
-        rate = self.pace.rate(self.device)
+    def _log_step(self, output: StepOutput) -> str:
+        self.step.flush()  # what follows synchronises anyway, and cannot make sense of NaN
+        rate = self.throughput.rate(self.device)
         content: dict[str, Any] = {
-            "loss": float(taken.loss),
-            "lr": taken.lr,
+            "loss": float(output.loss),
+            "lr": output.lr,
             "images_per_second": rate,
-            "gradient": float(taken.gradient),
-            "chunk_size": taken.chunk_size,
-            **(diagnose(taken.embeddings, taken.labels, undivided(self.stepper.loss)) if self.processes.first else {}),
+            "gradient": float(output.gradient),
+            "chunk_size": output.chunk_size,
+            **(diagnose(output.embeddings, output.labels, unwrap_loss(self.step.loss)) if self.processes.first else {}),
         }
         if self.device.type == "cuda":
             content["memory"] = torch.cuda.max_memory_allocated(self.device)
-        scale = self.stepper.scale()
+        scale = self.step.scale()
         if scale is not None:
             content["scale"] = scale
-        self._note("step", **content)
-        self.pace.reset()
+        self._log("step", **content)
+        self.throughput.reset()
         return f"epoch {self._epoch_number}, loss {content['loss']:.4f}, {rate:,.0f} images/s"
 
     def _evaluate(self) -> bool:
-        """Runs all evaluators; True if the metric that selects is the best so far."""
+        """Runs all evaluators; True if the selecting metric is the best so far."""
         is_best = False
-        self.stepper.fetch()
+        self.step.gather_weights()
         self.model.eval()
         for split, evaluator in self.evaluators.items():
             began = time.perf_counter()
             with torch.no_grad():
                 found = {name: float(value) for name, value in evaluator(self.model).items()}
-            metrics = self.processes.from_first(lambda found=found: found)  # type: ignore[misc]
-            self.at.metrics[split] = metrics
-            self._note("eval", split=split, metrics=metrics, seconds=time.perf_counter() - began)
+            metrics = self.processes.on_first(lambda found=found: found)  # type: ignore[misc]
+            self.state.metrics[split] = metrics
+            self._log("eval", split=split, metrics=metrics, seconds=time.perf_counter() - began)
             shown = ", ".join(f"{name} {value:.4f}" for name, value in list(metrics.items())[:4])
             if split == self.select:
-                is_best = self._judge(metrics)
-            self.progress.say(
-                f"epoch {self._epoch_number}, {split}: {shown}" + (" (best)" if is_best and split == self.select else "")
-            )
-        self.stepper.train()
+                is_best = self._update_best(metrics)
+            best = " (best)" if is_best and split == self.select else ""
+            self.progress.say(f"epoch {self._epoch_number}, {split}: {shown}{best}")
+        self.step.train()
         return is_best
 
-    def _judge(self, metrics: Mapping[str, float]) -> bool:
+    def _update_best(self, metrics: Mapping[str, float]) -> bool:
         name = self.settings.metric
         if name not in metrics:
             raise ValueError(f"fit: metric must be one of {sorted(metrics)}, which {self.select!r} evaluates, got {name!r}")
-        so_far = -math.inf if self.at.best is None else self.at.best["metrics"][name]
+        so_far = -math.inf if self.state.best is None else self.state.best["metrics"][name]
         if not metrics[name] > so_far:
-            self.at.stale += 1
+            self.state.evaluations_since_best += 1
             return False
-        self.at.stale = 0
-        self.at.best = {
-            "folder": folder_of(self.at.step),
-            "step": self.at.step,
+        self.state.evaluations_since_best = 0
+        self.state.best = {
+            "folder": folder_name(self.state.step),
+            "step": self.state.step,
             "epoch": self._epoch_number,
             "metrics": dict(metrics),
             "metric": name,
@@ -347,88 +321,49 @@ class _Training:
         return True
 
     def _save(self, epoch: int | None = None) -> None:
-        self.stepper.settle()
+        self.step.flush()
         began = time.perf_counter()
         number = self._epoch_number if epoch is None else epoch
-        metrics = self.at.metrics.get(self.select or "", {})
+        metrics = self.state.metrics.get(self.select or "", {})
         state = {
-            "format": 1,
-            "position": dict(vars(self.at)),
-            **self.stepper.state(),
+            "position": self.state.as_dict(),
+            **self.step.state(),
             "settings": self.settings.as_dict(),
             "identity": self.identity,
         }
-        weights, step, best = self.stepper.weights(), self.at.step, self.at.best
-        saved = self.processes.from_first(
-            lambda: self.run.save(weights, state, step=step, epoch=number, metrics=metrics, best=best)
+        weights, step, best = self.step.weights(), self.state.step, self.state.best
+        saved = self.processes.on_first(
+            lambda: self.store.save(weights, state, step=step, epoch=number, metrics=metrics, best=best)
         )
-        self._note("checkpoint", folder=saved.folder.name, seconds=time.perf_counter() - began)
-        self.pace.reset()
+        self._log("checkpoint", folder=saved.folder.name, seconds=time.perf_counter() - began)
+        self.throughput.reset()
 
-    def _origin(self, resume: bool) -> tuple[Checkpoint | None, list[str]]:
+    def _find_checkpoint(self, resume: bool) -> tuple[Checkpoint | None, list[str]]:
         """The checkpoint to continue from, if any, and what is wrong with newer ones."""
         if resume:
-            return self.processes.from_first(self.run.newest_good)
-        if self.run.pointer("last") is not None:
+            return self.processes.on_first(self.store.newest_good)
+        if self.store.pointer("last") is not None:
             raise ValueError(
-                f"fit: {self.run.path} already holds a run ({self.run.last_good()}): resume it or choose another folder"
+                f"fit: {self.store.path.parent} already holds a run ({self.store.describe_last()}): resume it, or choose "
+                "another folder"
             )
         return None, []
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        state = checkpoint.state()
-        with _understood(checkpoint):
-            differences = self._differences(state)
-        if differences:
-            raise ValueError(
-                f"fit: {self.run.path} was started differently ({'; '.join(differences)}): resume with what it was started "
-                "with, or choose another folder"
-            )
-        # before the stepper, which hands the weights on to processes that divide them
-        checkpoint.load_into(self.model)
-        with _understood(checkpoint):
-            self.stepper.restore(state, with_chunk_size=self.settings.chunk_size == state["settings"]["chunk_size"])
-            self.at = _Position.of(state["position"])
-        self.processes.from_first(lambda: self.run.continue_from(checkpoint.step, self.at.best))
-
-    def _differences(self, state: Mapping[str, Any]) -> list[str]:
-        """What stands against continuing the run that `state` is of."""
-        saved = state["identity"]
-        return self.settings.differences(state["settings"]) + [
-            f"{name} was {saved.get(name)!r} and is {self.identity.get(name)!r}"
-            for name in sorted(self.identity.keys() | saved.keys())
-            if saved.get(name) != self.identity.get(name)
-        ]
-
-    def _own_identity(self) -> dict[str, Any]:
-        shapes = [f"{name} {tuple(p.shape)}" for name, p in unwrapped(self.model).named_parameters()]
-        return {
-            "steps_per_epoch": len(self.batches),
-            "parameters": f"{len(shapes)} tensors, {derive(0, *shapes):016x}",
-            "groups": [
-                {key: value for key, value in group.items() if key in ("initial_lr", "weight_decay")}
-                | {"tensors": len(group["params"])}
-                for group in self.stepper.optimizer.param_groups
-            ],
-            "loss": type(undivided(self.stepper.loss)).__name__,
-            "select": self.select,
-        }
-
-    def _note_start(self, resume: bool, checkpoint: Checkpoint | None, faults: list[str], description: dict[str, Any]) -> None:
+    def _log_start(self, resume: bool, checkpoint: Checkpoint | None, faults: list[str], description: dict[str, Any]) -> None:
         kind = "start" if checkpoint is None else "resume"
         counts = {
             "steps_per_epoch": len(self.batches),
             "total_steps": self.total,
-            "parameters": sum(p.numel() for p in self.stepper.parameters),
+            "parameters": sum(p.numel() for p in self.step.parameters),
             "processes": self.processes.size,
         }
-        self._note(
+        self._log(
             kind, settings=self.settings.as_dict(), identity=self.identity, **provenance(self.device), **counts, **description
         )
         for fault in faults:
-            self._warn(f"a damaged checkpoint was passed over: {fault}")
+            self._warn(f"skipped a damaged checkpoint: {fault}")
         if resume and checkpoint is None:
-            self._warn("there is no checkpoint to resume from: the run begins anew")
+            self._warn("there is no checkpoint to resume from: the run starts from the beginning")
         if self.select is not None and not self.select.startswith("validation"):
             self._warn(
                 f"the best checkpoint is selected on {self.select!r} and not on validation classes: "
@@ -436,39 +371,40 @@ class _Training:
             )
 
     def _open_journal(self) -> None:
-        self.journal = open_journal(self.run.journal, self.settings, resume_at=self.at.step)
+        path = self.store.path.parent / JOURNAL
+        self.journal = Journal([JsonLines(path, resume_at=self.state.step), *self.trackers])
 
-    def _of_all(self, error: NotFiniteError) -> NotFiniteError:
-        """With the images of all processes, which have all seen it: loss and gradient are the same everywhere."""
+    def _of_all_processes(self, error: NotFiniteError) -> NotFiniteError:
+        """With the images of all processes: loss and gradient are the same everywhere, so all of them raise."""
         if self.processes.size == 1 or not error.images:
             return error
-        shares = self.processes.gather(error.images)
-        return NotFiniteError(error.fact, ", ".join(f"{images} (rank {rank})" for rank, images in enumerate(shares)))
+        shards = self.processes.gather(error.images)
+        return NotFiniteError(error.fact, ", ".join(f"{images} (rank {rank})" for rank, images in enumerate(shards)))
 
-    def _deserted(self, error: Exception) -> LostProcessError:
+    def _lost_process(self, error: Exception) -> LostProcessError:
         detail = " ".join(str(error).split())[:120]
         return LostProcessError(
-            f"another process of the run has ended, so rank {self.processes.rank} stops at step {self.at.step + 1}; "
-            f"{self.run.last_good()}. {self.run.way_on()} ({detail})"
+            f"another process of the run has ended, so rank {self.processes.rank} stops at step {self.state.step + 1}; "
+            f"{self.store.describe_last()}. {self.resume_hint} ({detail})"
         )
 
     def _warn(self, message: str, **content: Any) -> None:
-        self._note("warning", message=message, **content)
+        self._log("warning", message=message, **content)
         self.progress.say(f"warning: {message}")
 
-    def _ended(self, error: Exception) -> Exception:
-        with contextlib.suppress(TrainingError):  # the journal's disk may be the trouble
-            self._note("end", reason="error", message=str(error))
+    def _log_error(self, error: Exception) -> Exception:
+        with contextlib.suppress(TrainingError):  # the journal's disk may be the problem
+            self._log("end", reason="error", message=str(error))
         return error
 
-    def _note(self, kind: str, **content: Any) -> None:
-        self.journal.note(kind, step=self.at.step, epoch=self._epoch_number, **content)
+    def _log(self, kind: str, **content: Any) -> None:
+        self.journal.log(kind, step=self.state.step, epoch=self._epoch_number, **content)
 
     @property
     def _epoch_number(self) -> int:
         """Counted from 1; a finished epoch counts until the next one begins."""
-        return self.at.epoch + 1 if self.at.in_epoch or not self.at.epoch else self.at.epoch
+        return self.state.epoch + 1 if self.state.in_epoch or not self.state.epoch else self.state.epoch
 
     @property
-    def _waited_enough(self) -> bool:
-        return bool(self.settings.patience) and self.at.stale >= self.settings.patience
+    def _out_of_patience(self) -> bool:
+        return bool(self.settings.patience) and self.state.evaluations_since_best >= self.settings.patience

@@ -1,4 +1,4 @@
-"""Taking something back: where the generators stood, what a model's buffers and a loss's memory were."""
+"""Snapshots that can be restored: random generators, a model's buffers, a loss's memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class RandomState:
-    """Where torch's generators stand, on the CPU and on one device."""
+class RngSnapshot:
+    """States of torch's generators on the CPU and on one device."""
 
     cpu: Tensor
     device: torch.device
     on_device: Tensor | None
 
     @classmethod
-    def of(cls, device: torch.device) -> "RandomState":
+    def of(cls, device: torch.device) -> "RngSnapshot":
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), device, on_device)
 
@@ -25,21 +25,21 @@ class RandomState:
         if self.on_device is not None:
             torch.cuda.set_rng_state(self.on_device, self.device)
 
-    def equals(self, other: "RandomState") -> bool:
+    def equals(self, other: "RngSnapshot") -> bool:
         if not torch.equal(self.cpu, other.cpu):
             return False
         return self.on_device is None or other.on_device is None or torch.equal(self.on_device, other.on_device)
 
 
 @dataclass(frozen=True)
-class Buffers:
+class BufferSnapshot:
     """Copies of a model's buffers."""
 
     model: nn.Module
     copies: dict[str, Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Buffers":
+    def of(cls, model: nn.Module) -> "BufferSnapshot":
         return cls(model, {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
 
     @torch.no_grad()
@@ -48,23 +48,23 @@ class Buffers:
             buffer.copy_(self.copies[name])
 
     def changed(self) -> list[str]:
-        """Names of the buffers that are no longer what they were."""
+        """Names of buffers that differ from the snapshot."""
         return [name for name, buffer in self.model.named_buffers() if not torch.equal(buffer, self.copies[name])]
 
 
 @dataclass(frozen=True)
-class LossState:
-    """What a loss carries from step to step besides its parameters, such as a memory of past batches."""
+class LossSnapshot:
+    """State that a loss carries from step to step besides its parameters, such as a memory of past batches."""
 
     loss: Any
     state: dict[str, Any]
 
     @classmethod
-    def of(cls, loss: Any) -> "LossState":
+    def of(cls, loss: Any) -> "LossSnapshot":
         if not isinstance(loss, nn.Module):
             return cls(loss, {})
         trained = {name for name, _ in loss.named_parameters()}
-        # a memory is replaced by its loss and never written into, so that a reference to it will do
+        # a memory is replaced by its loss and never written in place, so a reference is enough
         state = {
             name: value.detach().clone() if isinstance(value, Tensor) else value
             for name, value in loss.state_dict().items()

@@ -1,0 +1,112 @@
+"""Resuming a run: its position, the proof that it is the same run, and the state that is restored."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankgrad.data.seeds import derive
+from rankgrad.train.checkpoints import Checkpoint
+from rankgrad.train.large_batch import unwrap_loss
+from rankgrad.train.sharding import unwrap_model
+from rankgrad.train.train_step import TrainStep
+
+
+@dataclass
+class LoopState:
+    """Position of a run, and the best evaluation so far."""
+
+    step: int = 0
+    epoch: int = 0
+    in_epoch: int = 0
+    best: dict[str, Any] | None = None
+    evaluations_since_best: int = 0
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        values = dict(vars(self))
+        values["stale"] = values.pop("evaluations_since_best")
+        return values
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> "LoopState":
+        values = dict(saved)
+        values["evaluations_since_best"] = values.pop("stale")
+        state = cls(**values)
+        counts = (state.step, state.epoch, state.in_epoch, state.evaluations_since_best)
+        if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(state.metrics, dict):
+            raise ValueError(f"its position is {saved!r}")
+        if state.best is not None and not {"folder", "step", "metrics"} <= state.best.keys():
+            raise ValueError(f"its best checkpoint is {state.best!r}")
+        return state
+
+    def check_reachable(self, steps_per_epoch: int, total_steps: int) -> None:
+        """Refuses a position that a run of these lengths cannot have reached."""
+        if self.step > total_steps:
+            raise ValueError(f"it is at step {self.step}, and the run ends after step {total_steps}")
+        if self.step != self.epoch * steps_per_epoch + self.in_epoch:
+            raise ValueError(
+                f"step {self.step} is not step {self.in_epoch} of epoch {self.epoch + 1} with {steps_per_epoch} steps per epoch"
+            )
+
+
+def run_identity(step: TrainStep, steps_per_epoch: int, select: str | None) -> dict[str, Any]:
+    """What `fit` can tell a run by, besides its settings."""
+    shapes = [f"{name} {tuple(p.shape)}" for name, p in unwrap_model(step.model).named_parameters()]
+    return {
+        "steps_per_epoch": steps_per_epoch,
+        "parameters": f"{len(shapes)} tensors, {derive(0, *shapes):016x}",
+        "groups": [
+            {key: value for key, value in group.items() if key in ("initial_lr", "weight_decay")}
+            | {"tensors": len(group["params"])}
+            for group in step.optimizer.param_groups
+        ],
+        "loss": type(unwrap_loss(step.loss)).__name__,
+        "select": select,
+    }
+
+
+def restore(checkpoint: Checkpoint, step: TrainStep, identity: Mapping[str, Any], *, steps_per_epoch: int) -> LoopState:
+    """Loads a checkpoint into `step` and its model, after checking that it belongs to this run.
+
+    Raises:
+        ValueError: it does not, or its state cannot be used.
+    """
+    state = checkpoint.state()
+    with _explain(checkpoint):
+        differences = step.settings.differences(state["settings"]) + _differences(state["identity"], identity)
+    if differences:
+        raise ValueError(
+            f"fit: {checkpoint.folder.parents[1]} was started differently ({'; '.join(differences)}): resume with the settings "
+            "it was started with, or choose another folder"
+        )
+    with _explain(checkpoint):
+        position = LoopState.from_dict(state["position"])
+        position.check_reachable(steps_per_epoch, step.settings.total_steps(steps_per_epoch))
+        if position.step != checkpoint.step:
+            raise ValueError(f"it is of step {position.step}")
+    # before the train step, which passes the weights on to processes that shard them
+    checkpoint.load_into(step.model)
+    with _explain(checkpoint):
+        step.restore(state, with_chunk_size=step.settings.chunk_size == state["settings"]["chunk_size"])
+    return position
+
+
+def _differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} was {saved.get(name)!r} and is {identity.get(name)!r}"
+        for name in sorted(identity.keys() | saved.keys())
+        if saved.get(name) != identity.get(name)
+    ]
+
+
+@contextlib.contextmanager
+def _explain(checkpoint: Checkpoint) -> Iterator[None]:
+    """Explains errors of a state that could be read and still does not belong to a run that can be continued."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{checkpoint.folder} does not hold the state of a run that can be continued "
+            f"({type(error).__name__}: {' '.join(str(error).split())}): delete it to continue from the one before"
+        ) from error
