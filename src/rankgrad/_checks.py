@@ -74,3 +74,67 @@ def check_finite(tensor: Tensor, *, name: str, caller: str) -> None:
     bad = (~torch.isfinite(tensor)).sum().item()
     if bad:
         raise ValueError(f"{caller}: {name} must be finite, got {bad} NaN or infinite values of {tensor.numel()}")
+
+
+def check_batch(
+    embeddings: Any,
+    labels: Any,
+    ref_emb: Any,
+    ref_labels: Any,
+    self_index: Any,
+    *,
+    validate: bool,
+    caller: str,
+) -> None:
+    """Embeddings and labels as a rank loss takes them; `validate` checks contents too, which synchronises."""
+    check_embeddings(embeddings, name="embeddings", caller=caller)
+    check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller=caller)
+    if (ref_emb is None) != (ref_labels is None):
+        given, missing = ("ref_emb", "ref_labels") if ref_labels is None else ("ref_labels", "ref_emb")
+        raise ValueError(f"{caller}: ref_emb and ref_labels go together, got {given} and no {missing}")
+    if ref_emb is None:
+        if self_index is not None:
+            raise ValueError(f"{caller}: self_index needs ref_emb; without it query i is candidate i")
+    else:
+        check_embeddings(ref_emb, name="ref_emb", caller=caller)
+        check_labels(ref_labels, items=len(ref_emb), of="ref_emb", name="ref_labels", caller=caller)
+        if ref_emb.shape[1] != embeddings.shape[1]:
+            wanted, came = embeddings.shape[1], ref_emb.shape[1]
+            raise ValueError(f"{caller}: ref_emb must have the {wanted} dimensions of embeddings, got {came}")
+        if ref_emb.device != embeddings.device:
+            raise ValueError(f"{caller}: ref_emb must be on {embeddings.device} like embeddings, got {ref_emb.device}")
+        if self_index is not None:
+            check_labels(self_index, items=len(embeddings), of="embeddings", name="self_index", caller=caller)
+    if validate:
+        check_finite(embeddings, name="embeddings", caller=caller)
+        if ref_emb is not None:
+            check_finite(ref_emb, name="ref_emb", caller=caller)
+        if self_index is not None and ref_emb is not None and bool((self_index >= len(ref_emb)).any()):
+            raise ValueError(f"{caller}: self_index must be below {len(ref_emb)}, got {int(self_index.max())}")
+
+
+def check_scores(scores: Any, relevance: Any, candidates: Any, *, validate: bool, caller: str) -> None:
+    """Scores and relevance as a rank loss takes them; `validate` checks contents too, which synchronises."""
+    check_tensor(scores, name="scores", caller=caller)
+    check_floating(scores, name="scores", caller=caller)
+    if scores.ndim not in (1, 2) or not scores.numel():
+        raise ValueError(
+            f"{caller}: scores must be [queries, candidates] or [candidates] and not empty, got {shape_of(scores)}"
+        )
+    check_tensor(relevance, name="relevance", caller=caller)
+    if relevance.is_complex():
+        raise TypeError(f"{caller}: relevance must be bool, integer or floating point, got {relevance.dtype}")
+    if relevance.shape != scores.shape:
+        raise ValueError(f"{caller}: relevance must have the shape of scores {shape_of(scores)}, got {shape_of(relevance)}")
+    if relevance.device != scores.device:
+        raise ValueError(f"{caller}: relevance must be on {scores.device} like scores, got {relevance.device}")
+    if candidates is not None:
+        check_tensor(candidates, name="candidates", caller=caller)
+        if candidates.dtype != torch.bool or candidates.shape != scores.shape:
+            got = f"{candidates.dtype} of shape {shape_of(candidates)}"
+            raise ValueError(f"{caller}: candidates must be bool of shape {shape_of(scores)}, got {got}")
+    if validate:
+        check_finite(scores, name="scores", caller=caller)
+        check_finite(relevance, name="relevance", caller=caller)
+        if bool((relevance < 0).any()):
+            raise ValueError(f"{caller}: relevance must be at least 0, got {relevance.min().item()}")

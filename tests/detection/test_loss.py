@@ -172,12 +172,13 @@ def losses_and_gradients(loss, calls, device="cpu"):
 # numpy, on which the interpreter runs, remarks on what is infinity on a GPU
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("options", [{}, {"scores": "sigmoid", "background": "class"}, {"background": "none", "weight": 2.0}])
-def test_steps_that_never_wait_give_the_same(options, monkeypatch):
+def test_a_program_that_does_not_synchronise_gives_the_same(options, monkeypatch):
     pytest.importorskip("triton")
     calls = [(logits.float(), targets) for logits, targets in (batch(seed, regions=60 + seed, classes=3) for seed in range(4))]
     plain, stepping = (DetectionAPLoss(lam=LAM, memory=2, **options) for _ in range(2))
-    monkeypatch.setattr(stepping, "_has_steps", lambda *given: True)
-    monkeypatch.setattr(stepping, "_replays", lambda *given: None)
+    monkeypatch.setattr("rankgrad.ops.functional._may_capture", lambda leaf, config: config.compute.backend == "triton")
+    monkeypatch.setattr(stepping._graphs, "run", lambda *given: None)
+    stepping.classes.loss.backend = stepping.across.backend = "triton"
     wanted = losses_and_gradients(plain, calls)
     torch.testing.assert_close(losses_and_gradients(stepping, calls), wanted, rtol=1e-5, atol=1e-7)
     assert all(gradient.any() for _, gradient in wanted)
@@ -193,8 +194,8 @@ def test_graphs_give_the_same():
     plain, replayed = (DetectionAPLoss(memory=3, cuda_graphs=graphs) for graphs in (False, True))
     wanted = losses_and_gradients(plain, calls, "cuda")
     torch.testing.assert_close(losses_and_gradients(replayed, calls, "cuda"), wanted, rtol=1e-5, atol=1e-9)
-    assert any(free for free in replayed._replays._graphs.free.values())
-    assert not replayed._replays._graphs.refused
+    assert any(free for free in replayed._graphs.free.values())
+    assert not replayed._graphs.refused
     torch.testing.assert_close(replayed.state_dict(), plain.state_dict())
 
 

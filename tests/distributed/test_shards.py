@@ -43,7 +43,7 @@ def test_parts_sum_up_to_the_loss(preset, around):
         loss.generator.manual_seed(5)
     whole, divided = (embeddings.clone().requires_grad_() for _ in range(2))
     shares = (slice(0, 5), slice(5, 26), slice(26, 30))
-    parts = torch.stack([loss.part(divided, labels, own, *options) for own in shares])
+    parts = torch.stack([loss.shard_loss(divided, labels, own, *options) for own in shares])
     parts.sum().backward()
     value = loss(whole, labels)
     value.backward()

@@ -1,4 +1,4 @@
-"""Every ranker x objective through every door equals the oracle in value and gradient to 1e-9."""
+"""Every ranker x objective through every score source equals the oracle in value and gradient to 1e-9."""
 
 import oracle
 import pytest

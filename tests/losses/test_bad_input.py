@@ -174,12 +174,12 @@ def test_settings(case):
 
 
 @pytest.mark.parametrize("case", EMBEDDINGS)
-def test_embedding_door(case):
+def test_embeddings(case):
     refuses(*EMBEDDINGS[case])
 
 
 @pytest.mark.parametrize("case", SCORED)
-def test_score_door(case):
+def test_scores(case):
     refuses(*SCORED[case])
 
 

@@ -49,7 +49,7 @@ def test_autocast_changes_nothing(name):
 
 
 @each_loss
-def test_autocast_changes_nothing_in_the_score_door(name):
+def test_autocast_changes_nothing_of_given_scores(name):
     loss, (x, _) = LOSSES[name](), batch()
     plain = loss.from_scores(x, x > 0.8)
     with torch.autocast("cpu", torch.bfloat16):

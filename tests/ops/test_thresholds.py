@@ -57,7 +57,7 @@ def sample(kind: str, rows: int, width: int, infinite: float, rng: torch.Generat
 
 def check(thresholds: Thresholds, tile: Tensor) -> None:
     t = thresholds.values
-    assert torch.equal(thresholds.reached_by(tile).long(), (tile[:, None, :] >= t[:, :, None]).sum(dim=2))
+    assert torch.equal(thresholds.num_reaching(tile).long(), (tile[:, None, :] >= t[:, :, None]).sum(dim=2))
     above = thresholds.above(tile)
     assert above.dtype == tile.dtype
     assert torch.equal(above.long(), (t[:, :, None] > tile[:, None, :]).sum(dim=1))
@@ -90,14 +90,14 @@ def test_counts_equal_comparing_all_with_all(dtype, kinds, rows, width, scores, 
         patch.setattr("rankgrad.ops.thresholds.FEW_THRESHOLDS", few)
         patch.setattr("rankgrad.ops.thresholds.BLOCK_ON_CPU", 128)
         old = Thresholds(before)
-        new = old.moved(after)
+        new = old.perturbed(after)
         check(old, tile)
         check(new, tile)
-        change, reached = old.passed_by(new, tile)
+        change, reached = old.crossings(new, tile)
         assert torch.equal(change, new.above(tile) - old.above(tile))
-        assert torch.equal(reached, new.reached_by(tile))
+        assert torch.equal(reached, new.num_reaching(tile))
         strided = tile.t().contiguous().t()
-        assert torch.equal(old.reached_by(strided), old.reached_by(tile))
+        assert torch.equal(old.num_reaching(strided), old.num_reaching(tile))
 
 
 def test_a_crowd_of_buckets_answers_without_a_search(monkeypatch):
@@ -108,9 +108,9 @@ def test_a_crowd_of_buckets_answers_without_a_search(monkeypatch):
     search = type(thresholds.table).search
     monkeypatch.setattr(type(thresholds.table), "search", lambda self, p, s: searched.append(len(s)) or search(self, p, s))
     for scores in (torch.rand(1, 5000, generator=rng) - 1.001, torch.rand(1, 5000, generator=rng) + 1.001):
-        thresholds.reached_by(scores)
+        thresholds.num_reaching(scores)
     assert searched == [0, 0]
-    thresholds.reached_by(torch.rand(1, 5000, generator=rng))
+    thresholds.num_reaching(torch.rand(1, 5000, generator=rng))
     assert 0 < searched[2] < 5000 // 8
 
 

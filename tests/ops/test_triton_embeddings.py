@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 import rankgrad as rg
+from rankgrad.ops import relevance
 from rankgrad.ops.rankers import Sigmoid
-from rankgrad.ops.relevance import LabelLists
+from rankgrad.ops.relevance import IntervalRelevance
 
 pytest.importorskip("triton")
-door = pytest.importorskip("rankgrad.ops.triton.embeddings")
+embeddings_module = pytest.importorskip("rankgrad.ops.triton.embeddings")
 
 # a power that overflows is a sigmoid that is 0 or 1; numpy, under the interpreter, remarks on it
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -54,10 +55,10 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
-def assert_as_good_as_float32(ranker: object, *tensors: Tensor | None, own: bool = False, **options: Tensor) -> None:
+def assert_as_good_as_float32(ranker: object, *tensors: Tensor | None, rank_self: bool = False, **options: Tensor) -> None:
     def loss(backend: str) -> rg.RankLoss:
         made = rg.RankLoss(ranker, rg.AveragePrecision(), backend=backend, precision="high", cuda_graphs=False)
-        made.own_is_ranked = own
+        made.rank_self = rank_self
         return made
 
     exact = run(loss("tiled"), *tensors, dtype=torch.float64, **options)
@@ -79,26 +80,26 @@ def test_a_batch_is_as_good_as_in_float32(ranker):
 def test_queries_against_a_gallery_that_holds_some_of_them(ranker):
     queries, labels = batch(60, 25, seed=1)
     gallery, gallery_labels = batch(140, 25, seed=2)
-    own = torch.full((60,), -1, device=DEVICE)
-    gallery[10:40], gallery_labels[10:40], own[:30] = queries[:30], labels[:30], torch.arange(10, 40, device=DEVICE)
-    assert_as_good_as_float32(ranker, queries, labels, gallery, gallery_labels, self_index=own)
+    self_index = torch.full((60,), -1, device=DEVICE)
+    gallery[10:40], gallery_labels[10:40], self_index[:30] = queries[:30], labels[:30], torch.arange(10, 40, device=DEVICE)
+    assert_as_good_as_float32(ranker, queries, labels, gallery, gallery_labels, self_index=self_index)
 
 
 @pytest.mark.parametrize("ranker", RANKERS, ids=str)
 def test_ragged_classes_in_groups_and_chunks(ranker, monkeypatch):
-    monkeypatch.setattr(door, "ONE_GROUP", 0)
-    monkeypatch.setattr(door, "CHUNK_ROWS", 128)
+    monkeypatch.setattr(relevance, "ONE_GROUP", 0)
+    monkeypatch.setattr(embeddings_module, "GRADIENT_ROWS", 128)
     sizes = torch.tensor([1] * 130 + [3] * 45 + [20])
     labels = torch.arange(len(sizes)).repeat_interleave(sizes)
     labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))].to(DEVICE)
     embeddings = torch.randn(len(labels), 24, generator=torch.Generator().manual_seed(4)).to(DEVICE)
-    layout = door.FusedLayout.of(LabelLists.build(labels), labels.device)
+    layout = embeddings_module.QueryGroups.of(IntervalRelevance.build(labels), labels.device)
     assert len(layout.groups) == 3, layout.widths
     assert_as_good_as_float32(ranker, embeddings, labels)
 
 
 def test_the_query_in_its_own_list():
-    assert_as_good_as_float32(rg.Sigmoid(0.05), *batch(70, 20), own=True)
+    assert_as_good_as_float32(rg.Sigmoid(0.05), *batch(70, 20), rank_self=True)
 
 
 @pytest.mark.parametrize("dim", [2, 65, 130])
@@ -216,4 +217,4 @@ def test_an_objective_that_waits_runs_as_usual_and_random_numbers_are_drawn_afte
         for found, wanted in zip(run(captured, *example), expected, strict=True):
             torch.testing.assert_close(found, wanted)
         assert 0 < torch.nn.functional.dropout(torch.ones(1000, device="cuda")).count_nonzero() < 1000
-    assert captured._replays._graphs.refused
+    assert captured._graphs.refused

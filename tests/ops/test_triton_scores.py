@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 import rankgrad
-from rankgrad.ops.autograd import Plan, rank_losses
-from rankgrad.ops.relevance import ScoreLists
+from rankgrad.ops.autograd import RankCall, rank_losses
+from rankgrad.ops.relevance import MaskRelevance
 
 pytest.importorskip("triton")
-fused_lists = pytest.importorskip("rankgrad.ops.triton.scores")
+fused = pytest.importorskip("rankgrad.ops.triton.scores")
+kernels = pytest.importorskip("rankgrad.ops.triton.score_kernels")
+lowerings = pytest.importorskip("rankgrad.ops.triton.lowerings")
 
 # numpy, on which the interpreter runs, remarks on what is infinity on a GPU
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -133,17 +135,19 @@ def test_columns_without_waiting_for_their_number(rows):
     scores, relevance = batch(rows, 2500, 0.04, "grid", seed=5)
     relevance[0, 1024:] = False
     grades = relevance * 2.0
-    lists = fused_lists.Counted.of(grades)
-    exact = ScoreLists.build(grades, None)
+    lists = fused.CountedMask.of(grades)
+    exact = MaskRelevance.build(grades, None)
     found = lists.padded(160)
     for row in range(rows):
         begin, count = int(exact.first[row]) if rows > 1 else 0, int(relevance[row].sum())
         assert torch.equal(found.column[row * 160 :][:count], exact.column[begin:][:count])
     unit = torch.ones((), device=DEVICE)
     results = []
-    for door in (lists.door(160), partial(fused_lists.FusedScoreDoor, lists=exact)):
+    ops = lowerings.lowering_of(rankgrad.Blackbox(3.0), given_scores=True)
+    for relevance_lists in (found, exact):
+        source = partial(fused.FusedGivenScores, relevance=relevance_lists)
         x = scores.clone().requires_grad_()
-        losses = rank_losses(Plan(door, rankgrad.Blackbox(3.0), rankgrad.AveragePrecision(), unit), x)
+        losses = rank_losses(RankCall(source, ops, rankgrad.AveragePrecision(), unit), x)
         results.append((losses.detach(), torch.autograd.grad(losses.sum(), x)[0]))
     assert_same_but_for_padding(*results)
 
@@ -151,18 +155,18 @@ def test_columns_without_waiting_for_their_number(rows):
 def test_too_narrow_a_padding_harms_nothing_else():
     """It is noticed only after the kernels have run; the result is then thrown away."""
     _, relevance = batch(3, 2500, 0.04)
-    found = fused_lists.Counted.of(relevance).padded(8)
+    found = fused.CountedMask.of(relevance).padded(8)
     assert torch.equal(found.column.view(3, 8), torch.stack([row.nonzero()[:8, 0] for row in relevance]))
     assert torch.equal(found.num_relevant, relevance.sum(dim=1))
 
 
 def test_too_narrow_a_padding_is_neither_read_nor_written_beyond():
-    kernels, (many, width, n) = fused_lists.kernels, (20, 8, 100)
+    many, width, n = 20, 8, 100
     row, count = torch.zeros(1, dtype=torch.long, device=DEVICE), torch.tensor([many], device=DEVICE)
     # what lies beyond a row's end is another list's
-    columns, d_relevant = torch.arange(many, device=DEVICE), torch.ones(many, device=DEVICE)
+    columns, d_positives = torch.arange(many, device=DEVICE), torch.ones(many, device=DEVICE)
     gradient = torch.zeros(n, device=DEVICE)
-    kernels.land_kernel[(1,)](d_relevant, columns, count, row, row, gradient, n, width, 1, BLOCK=32)
+    kernels.positive_grad_kernel[(1,)](d_positives, columns, count, row, row, gradient, n, width, 1, BLOCK=32)
     assert gradient.nonzero().view(-1).tolist() == list(range(width))
     # and so is what lies before
     held = torch.tensor([1e30] * many + [0.1 * (width - place) for place in range(width)], device=DEVICE)
@@ -186,7 +190,7 @@ def test_graphs_give_the_same(reduction):
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6 * float(results[1][1].abs().max()))
         assert torch.equal(plain.used_queries, captured.used_queries)
     del value  # its gradient may be asked for no more
-    assert any(free for free in captured._replays._graphs.free.values())
+    assert any(free for free in captured._graphs.free.values())
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")

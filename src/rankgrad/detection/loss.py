@@ -1,19 +1,19 @@
 """RaMBO's AP loss as the classification loss of a detector: `loss(logits, targets)`, for any detector.
 
-The paper leaves three choices open that change what is computed. Each is an option of `DetectionAPLoss`, with the default
-that its docstring gives reasons for.
+The paper leaves three choices open that change what is computed. Each is an option of `DetectionAPLoss`, whose docstring
+gives the reasons for its default.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+import copy
+from collections.abc import Hashable
+from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rankgrad import AveragePrecision, Blackbox, RankLoss, ScoreMemory
+from rankgrad import AveragePrecision, Blackbox, MulticlassRankLoss, RankLoss
 from rankgrad._checks import (
     check_choice,
-    check_count,
     check_finite,
     check_floating,
     check_not_negative,
@@ -21,10 +21,6 @@ from rankgrad._checks import (
     check_tensor,
     shape_of,
 )
-from rankgrad.ops.functional import Replays
-
-if TYPE_CHECKING:
-    from rankgrad.ops.cuda_graphs import Steps
 
 Scores: TypeAlias = Literal["softmax", "sigmoid", "logits"]
 Background: TypeAlias = Literal["negative", "class", "none"]
@@ -33,7 +29,7 @@ SCORES: tuple[Scores, ...] = ("softmax", "sigmoid", "logits")
 BACKGROUNDS: tuple[Background, ...] = ("negative", "class", "none")
 
 
-class DetectionAPLoss(nn.Module):
+class DetectionAPLoss(MulticlassRankLoss):
     """(1 - interclass) * mAP + interclass * APC of the scores of regions (RaMBO, Rolinek et al., 2020).
 
         loss = DetectionAPLoss()
@@ -97,30 +93,18 @@ class DetectionAPLoss(nn.Module):
         cuda_graphs: bool = True,
         validate: bool = False,
     ) -> None:
-        super().__init__()
         caller = type(self).__name__
         check_positive(lam, name="lam", caller=caller)
         check_not_negative(margin, name="margin", caller=caller)
-        check_not_negative(interclass, name="interclass", caller=caller)
-        if interclass > 1:
-            raise ValueError(f"{caller}: interclass must be within 0 and 1, got {interclass!r}")
-        check_count(memory, name="memory", caller=caller, least=0)
         check_choice(scores, SCORES, name="scores", caller=caller)
         check_choice(background, BACKGROUNDS, name="background", caller=caller)
         check_positive(weight, name="weight", caller=caller)
-        self.lam, self.margin, self.interclass, self.weight = lam, margin, interclass, weight
+        # a margin that is not noise is already in the scores
+        ranker = Blackbox(lam, margin if margin_noise else 0.0, margin_noise)
+        super().__init__(RankLoss(ranker, AveragePrecision(), cuda_graphs=cuda_graphs), interclass, memory)
+        self.lam, self.margin, self.weight = lam, margin, weight
         self.scores, self.background, self.validate = scores, background, validate
         self.margin_cap, self.margin_noise = margin_cap, margin_noise
-
-        def part(share: float) -> RankLoss:
-            # a margin that is not noise is already in the scores
-            ranker = Blackbox(lam * share, margin if margin_noise else 0.0, margin_noise)
-            return RankLoss(ranker, AveragePrecision(), cuda_graphs=cuda_graphs)
-
-        # a part without a share is never asked for
-        self.classes = ScoreMemory(part(1 - interclass or 1.0), memory)
-        self.across = part(interclass or 1.0)
-        self._replays = Replays()
 
     def extra_repr(self) -> str:
         return (
@@ -136,103 +120,47 @@ class DetectionAPLoss(nn.Module):
             targets: [regions] integers, 0 for background; or [regions, columns] of 0 and 1, where no column is background's
                 and a region may be of several classes.
         """
-        self._check(logits, targets)
-        if not len(logits):
-            return logits.sum()
-        if self._has_steps(logits, targets):
-            return self._by_steps(logits, targets)
-        relevant = self._relevant(targets, self._ranked_classes(logits, targets))
-        scores = self._scores(logits, relevant)
-        value = scores.new_zeros(())
-        if self.interclass < 1:
-            value = value + (1 - self.interclass) * self.classes.from_scores(scores, relevant)
-        if self.interclass > 0:
-            value = value + self.interclass * self.across.from_scores(scores.reshape(-1), relevant.reshape(-1))
-        return self.weight * value
+        value = super().forward(logits, targets)
+        return value if self.weight == 1 else self.weight * value
 
-    def _has_steps(self, logits: Tensor, targets: Tensor) -> bool:
-        """Whether the call can run without waiting for the device, and so as one graph."""
-        if not 0 < self.interclass < 1:
-            return False
-        regions, classes = len(logits), self._ranked_classes(logits, targets)
-        if any(len(past) != classes for past, _ in self.classes.past):
-            return False  # an error, which the memory has words for
-        length = regions + sum(past.shape[1] for past, _ in self.classes.past)
-        in_lists = self.classes.loss.has_steps(logits, classes, length)
-        return in_lists and self.across.has_steps(logits, 1, classes * regions)
+    def _term(self, loss: RankLoss, weight: float) -> RankLoss:
+        # Algorithm 1 gets the derivative of the whole loss, so the perturbation of a term contains its weight
+        term = copy.copy(loss)
+        term.ranker = loss.ranker.weighted(weight)
+        return term
 
-    def _by_steps(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The whole loss as CUDA graphs: its hundreds of launches would take longer than its work."""
-        # a memory may come from a checkpoint of another device
-        scores = [past.to(logits.device, torch.float32) for past, _ in self.classes.past]
-        relevance = [past.to(logits.device) for _, past in self.classes.past]
-        given = (targets.to(logits.device), *scores, *relevance)
-        parts = self.classes.loss.ranker, self.across.ranker
-        settings = (parts, self.margin, self.margin_cap, self.interclass, self.weight, self.scores, self.background)
-        steps = self._steps(self._ranked_classes(logits, targets))
-        value, *seen = self._replays(settings, logits, given, steps) or steps.run(logits, given)
-        self.classes.remember(*seen)
-        return value
+    def _settings(self) -> Hashable:
+        return self.margin, self.margin_cap, self.margin_noise, self.scores, self.background
 
-    def _steps(self, classes: int) -> "Steps":
-        """`forward` from targets, past scores and past relevance, in `Steps` that never wait for the device."""
-        from rankgrad.ops.cuda_graphs import Steps, side_by_side
-
-        in_classes, in_all = self.classes.loss.score_steps(classes), self.across.score_steps(1)
-
-        def lists_of(targets: Tensor, *past: Tensor) -> tuple[Any, Tensor]:
-            scores, relevance = past[: len(past) // 2], past[len(past) // 2 :]
-            relevant = self._relevant(targets, classes)
-            of_classes, most = in_classes.lists(torch.cat((relevant, *relevance), dim=1))
-            of_all, most_of_all = in_all.lists(relevant.reshape(1, -1))
-            return (relevant, scores, of_classes, of_all), torch.cat((most, most_of_all))
-
-        def loss_of(logits: Tensor, begun: Any, widths: Sequence[int]) -> tuple[Tensor, ...]:
-            relevant, past, of_classes, of_all = begun
-            scores = self._scores(logits, relevant)
-            (mean, _), (across, _) = side_by_side(
-                logits.device,
-                lambda: in_classes.loss(torch.cat((scores, *past), dim=1), of_classes, widths[:1]),
-                lambda: in_all.loss(scores.reshape(1, -1), of_all, widths[1:]),
-            )
-            value = self.weight * (1 - self.interclass) * mean + self.weight * self.interclass * across
-            return value, scores.detach(), relevant
-
-        return Steps((classes, 1), lists_of, loss_of)
-
-    def reset(self) -> None:
-        """Forgets past calls."""
-        self.classes.reset()
-
-    def _margin(self, scores: Tensor, relevant: Tensor) -> Tensor:
-        """[ranked classes, 1] the margin in this call, as a tensor that nobody waits for."""
+    def _margin(self, scores: Tensor, relevance: Tensor) -> Tensor:
+        """[ranked classes, 1] the margin in this call, a device tensor."""
         if not self.margin_cap:
             return scores.new_full((), self.margin)
-        positives, hits = relevant.sum(dim=1, keepdim=True), (scores * relevant).sum(dim=1, keepdim=True)
+        positives, hits = relevance.sum(dim=1, keepdim=True), (scores * relevance).sum(dim=1, keepdim=True)
         misses, negatives = scores.sum(dim=1, keepdim=True) - hits, scores.shape[1] - positives
         lead = hits / positives.clamp(min=1) - misses / negatives.clamp(min=1)
         return (lead / 2).clamp(0, self.margin)
 
-    def _scores(self, logits: Tensor, relevant: Tensor) -> Tensor:
+    def _lists(self, logits: Tensor, relevance: Tensor) -> Tensor:
         """[ranked classes, regions] what is ranked, with its margin."""
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.scores == "softmax":
             scores = scores.softmax(dim=1)
         elif self.scores == "sigmoid":
             scores = scores.sigmoid()
-        scores = scores.t()[-len(relevant) :].contiguous()
+        scores = scores.t()[-len(relevance) :].contiguous()
         if self.margin and not self.margin_noise:
-            scores = scores + self._margin(scores.detach(), relevant) * (0.5 - relevant.to(scores.dtype))
+            scores = scores + self._margin(scores.detach(), relevance) * (0.5 - relevance.to(scores.dtype))
         return scores
 
-    def _relevant(self, targets: Tensor, classes: int) -> Tensor:
+    def _relevance(self, targets: Tensor, num_classes: int) -> Tensor:
         """[ranked classes, regions]."""
         if targets.ndim == 2:
             return (targets > 0).t()
         first = 0 if self.background == "class" else 1
-        return torch.arange(first, first + classes, device=targets.device)[:, None] == targets
+        return torch.arange(first, first + num_classes, device=targets.device)[:, None] == targets
 
-    def _ranked_classes(self, logits: Tensor, targets: Tensor) -> int:
+    def _num_classes(self, logits: Tensor, targets: Tensor) -> int:
         return logits.shape[1] - (targets.ndim == 1 and self.background == "negative")
 
     def _check(self, logits: Tensor, targets: Tensor) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankgrad._checks import check_floating
-from rankgrad.ops.autograd import island
+from rankgrad._device import autocast_disabled
 
 Array: TypeAlias = Tensor | NDArray[np.floating]
 Index: TypeAlias = NDArray[np.int64]
@@ -145,7 +145,7 @@ def exact_products(device: torch.device) -> Iterator[None]:
         before, allow, exact = torch.get_float32_matmul_precision(), torch.set_float32_matmul_precision, "highest"
     try:
         allow(exact)
-        with torch.no_grad(), island(device):
+        with torch.no_grad(), autocast_disabled(device):
             yield
     finally:
         allow(before)

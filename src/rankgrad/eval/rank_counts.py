@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankgrad.eval.embedding_blocks import EmbeddingRows, Index, row_tile
-from rankgrad.ops.functional import fused_door
-from rankgrad.ops.rankers import Exact
-from rankgrad.ops.relevance import LabelLists
+from rankgrad.ops.functional import exact_counts
+from rankgrad.ops.relevance import IntervalRelevance, Labels
 from rankgrad.ops.sources import split, tile_side
 from rankgrad.ops.thresholds import BUCKETS_EACH, FEW_THRESHOLDS, MOST_BUCKETS, Thresholds
 
@@ -173,11 +172,11 @@ def count_all_vs_all(
 ) -> Iterator[RankCounts]:
     """Count every row that has a positive as a query against all others."""
     side = tile_side(rows.device)
-    lists = LabelLists.build(labels.to(rows.device))
+    lists = IntervalRelevance.build(labels.to(rows.device))
     order = lists.candidate_order.cpu().numpy()
     tiles = rows.reordered(order, side).split(side)
     chunks = split(len(order), side)
-    bands = lists.bands(chunks)
+    bands = lists.extents(chunks)
     workers = TileWorkers(rows.device, (side, side))
     for group in groups_within([pair_bytes(side, band[0]) for band in bands], pair_budget):
         symmetric = _SymmetricTiles(tiles, lists, chunks, bands, group, workers)
@@ -197,7 +196,7 @@ class _SymmetricTiles:
     """A group of chunks against all chunks; within the group a tile serves its rows and its columns as queries."""
 
     tiles: Sequence[Tensor]
-    lists: LabelLists
+    lists: IntervalRelevance
     chunks: Sequence[slice]
     bands: Sequence[tuple[int, int, int]]
     group: range
@@ -218,7 +217,7 @@ class _SymmetricTiles:
             scores = torch.mm(self.tiles[i], self.tiles[z].t(), out=self.workers.scratch)
             _, first, last = self.bands[i]
             if self.chunks[z].start < last and self.chunks[z].stop > first:
-                self.lists.hide(scores[:height, :width], self.chunks[i], self.chunks[z])
+                self.lists.hide_(scores[:height, :width], self.chunks[i], self.chunks[z])
             scores[height:] = -torch.inf
             scores[:, width:] = -torch.inf
             if by_row:
@@ -230,7 +229,7 @@ class _SymmetricTiles:
 
 def _positive_scores(
     tiles: Sequence[Tensor],
-    lists: LabelLists,
+    lists: IntervalRelevance,
     chunks: Sequence[slice],
     chunk: int,
     band: tuple[int, int, int],
@@ -239,7 +238,7 @@ def _positive_scores(
     """[side, P] scores of the positives of a chunk, padded with +inf, and False at the padding."""
     width, first, last = band
     side = len(scratch)
-    columns, valid = lists.relevant_columns(chunks[chunk], width)
+    columns, valid = lists.positives(chunks[chunk], width)
     short = (0, 0, 0, side - len(columns))
     columns, valid = torch.nn.functional.pad(columns, short), torch.nn.functional.pad(valid, short)
     scores = scratch.new_full(columns.shape, torch.inf)
@@ -341,11 +340,11 @@ class PositiveCounts:
         self.valid = valid
         self.thresholds, self.lock = Thresholds(scores), Lock()
         # counting a hidden candidate, which gives zeros, builds the tables before several threads need them
-        self.counts = self.thresholds.reached_by(scores.new_full((len(scores), 1), -torch.inf)).long()
+        self.counts = self.thresholds.num_reaching(scores.new_full((len(scores), 1), -torch.inf)).long()
 
     def add(self, tile: Tensor) -> None:
         """Count the candidates of a tile [B, Z]."""
-        counts = self.thresholds.reached_by(tile)
+        counts = self.thresholds.num_reaching(tile)
         with self.lock:
             self.counts += counts
 
@@ -378,20 +377,14 @@ def count_with_kernels(
     # the kernels choose their own tiles: chunks only make up groups
     chunks = split(len(order), tile_side(device))
     chunk_bytes = [_length(chunk) * int(relevance.num_relevant[order[chunk.stop - 1]]) * PAIR_BYTES for chunk in chunks]
-    ranker = Exact()
     for group in groups_within(chunk_bytes, pair_budget):
         part = order[chunks[group[0]].start : chunks[group[-1]].stop]
         index = torch.from_numpy(part)
         some = all_candidates[index.to(device)] if candidates is None else queries.take(part)
-        lists = LabelLists.build(
-            labels[index].to(device), ref_labels.to(device), None if self_index is None else self_index[index].to(device)
-        )
-        door = fused_door(lists, device, "high", unit_rows=queries.normalize)(some, all_candidates)
-        relevant = [door.relevant(chunk) for chunk in range(len(door.chunks))]
-        counts = door.count(ranker, [ranker.prepare(items, 0) for items in relevant], 0)
-        query = part[lists.query_order.cpu().numpy()]
-        for chunk, items, count in zip(door.chunks, relevant, counts, strict=True):
-            yield RankCounts(query[chunk], count, items.valid)
+        own = None if self_index is None else self_index[index].to(device)
+        given = Labels(labels[index].to(device), ref_labels.to(device), own)
+        for rows, counts, valid in exact_counts(some, all_candidates, given, normalized=queries.normalize):
+            yield RankCounts(part[rows.cpu().numpy()], counts, valid)
         progress.add(len(part) * len(all_candidates))
 
 

@@ -1,1 +1,6 @@
-"""Rankers x objectives, the papers' losses as presets of that product, and what wraps them."""
+"""Rank losses of embeddings and scores. Importing the families fills `PRESETS`, the losses of the command line by name."""
+
+from rankgrad.losses import average_precision, ndcg, recall
+from rankgrad.losses.rank_loss import PRESETS
+
+__all__ = ["PRESETS", "average_precision", "ndcg", "recall"]

@@ -1,6 +1,6 @@
 """One loss of the batch that several processes hold together.
 
-Process p holds the embeddings e_p. It gathers those of all, ranks its own queries only, and gets a part L_p of the loss
+Process p holds the embeddings e_p. It gathers those of all, ranks its own queries only, and computes its shard L_p of the loss
 
     L = L_1 + ... + L_G          each the sum over the queries of p, divided by the queries of all processes
 
@@ -69,42 +69,46 @@ class DistributedRankLoss(nn.Module):
     def used_queries(self) -> Tensor:
         return self.loss.used_queries
 
+    def clear_graphs(self) -> None:
+        """See `RankLoss.clear_graphs`."""
+        self.loss.clear_graphs()
+
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Loss of all processes' embeddings; given are this process's, [items, dimensions], and their labels."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
             value: Tensor = self.loss(embeddings, labels)
             self.gathered = embeddings.detach(), labels
             return value
-        shares = _Shares.of(embeddings, labels, self.group)
-        everyone: Tensor = _Gather.apply(embeddings, shares)
+        shards = _Shards.of(embeddings, labels, self.group)
+        gathered: Tensor = _Gather.apply(embeddings, shards)
         # on the device of the embeddings, which is where the backend of the group can send from
-        all_labels = shares.gather(labels.to(embeddings.device, torch.long))
-        factor = shares.size if self.averaged else 1
-        whole: Tensor = _Sum.apply(self._part(everyone, all_labels, shares), factor, self.group)
+        all_labels = shards.gather(labels.to(embeddings.device, torch.long))
+        factor = shards.size if self.averaged else 1
+        whole: Tensor = _Sum.apply(self._shard_loss(gathered, all_labels, shards), factor, self.group)
         if isinstance(self.loss, EmbeddingMemory):
-            self.loss.remember(everyone, all_labels)
-        self.gathered = everyone.detach(), all_labels
+            self.loss.remember(gathered, all_labels)
+        self.gathered = gathered.detach(), all_labels
         return whole
 
-    def _part(self, everyone: Tensor, labels: Tensor, shares: "_Shares") -> Tensor:
+    def _shard_loss(self, gathered: Tensor, labels: Tensor, shards: "_Shards") -> Tensor:
         if isinstance(self.loss, SiMix):
             # all draw, so that generators which were alike stay so
-            alpha = self.loss.draw(labels, everyone)
+            alpha = self.loss.draw(labels, gathered)
             dist.broadcast(alpha, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
-            return self.loss.part(everyone, labels, shares.own, alpha)
-        return self.loss.part(everyone, labels, shares.own)
+            return self.loss.shard_loss(gathered, labels, shards.rows, alpha)
+        return self.loss.shard_loss(gathered, labels, shards.rows)
 
 
-class _Shares:
+class _Shards:
     """How many rows each process has."""
 
     def __init__(self, counts: list[int], rank: int, group: "dist.ProcessGroup | None") -> None:
         self.counts, self.group, self.size = counts, group, len(counts)
         start = sum(counts[:rank])
-        self.own = slice(start, start + counts[rank])
+        self.rows = slice(start, start + counts[rank])
 
     @classmethod
-    def of(cls, embeddings: Tensor, labels: Tensor, group: "dist.ProcessGroup | None") -> "_Shares":
+    def of(cls, embeddings: Tensor, labels: Tensor, group: "dist.ProcessGroup | None") -> "_Shards":
         """Compares what all processes bring; all of them raise where something does not fit, and none is left waiting."""
         caller = "DistributedRankLoss"
         check_tensor(embeddings, name="embeddings", caller=caller)
@@ -132,33 +136,33 @@ class _Shares:
             return found
         return torch.cat([part[:count] for part, count in zip(found.split(most), self.counts, strict=True)])
 
-    def sum_of_own(self, rows: Tensor) -> Tensor:
+    def reduce_scatter(self, rows: Tensor) -> Tensor:
         """This process's rows of the sum over all processes."""
         if dist.get_backend(self.group) != "nccl":  # the others sum all rows whatever they are asked
             total = rows.contiguous().clone()
             dist.all_reduce(total, group=self.group)
-            return total[self.own]
+            return total[self.rows]
         most = max(self.counts)
         padded = rows.new_zeros(self.size * most, *rows.shape[1:])
         for part, given in zip(padded.split(most), rows.split(self.counts), strict=True):
             part[: len(given)] = given
         found = rows.new_empty(most, *rows.shape[1:])
         dist.reduce_scatter_tensor(found, padded, group=self.group)
-        return found[: self.own.stop - self.own.start]
+        return found[: self.rows.stop - self.rows.start]
 
 
 class _Gather(torch.autograd.Function):
     """Embeddings of all processes; the gradients of all processes add up at the owner, in float32 at least."""
 
     @staticmethod
-    def forward(ctx: Any, embeddings: Tensor, shares: _Shares) -> Tensor:
-        ctx.shares, ctx.dtype = shares, embeddings.dtype
-        return shares.gather(embeddings).to(torch.promote_types(embeddings.dtype, torch.float32))
+    def forward(ctx: Any, embeddings: Tensor, shards: _Shards) -> Tensor:
+        ctx.shards, ctx.dtype = shards, embeddings.dtype
+        return shards.gather(embeddings).to(torch.promote_types(embeddings.dtype, torch.float32))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None]:
-        return ctx.shares.sum_of_own(incoming).to(ctx.dtype), None
+        return ctx.shards.reduce_scatter(incoming).to(ctx.dtype), None
 
 
 class _Sum(torch.autograd.Function):

@@ -1,6 +1,6 @@
-"""Longer lists from past batches: more candidates to rank against, no gradient to them.
+"""Longer lists from past batches: more candidates to rank against, without a gradient to them.
 
-Both memories are part of `state_dict`, so that a resumed run ranks against what the stopped one would have.
+Both memories are part of `state_dict`, so a resumed run ranks against the same lists as an uninterrupted one.
 """
 
 from typing import Any
@@ -28,11 +28,16 @@ class _Memory(nn.Module):
     def used_queries(self) -> Tensor:
         return self.loss.used_queries
 
+    def clear_graphs(self) -> None:
+        """See `RankLoss.clear_graphs`."""
+        self.loss.clear_graphs()
+
     def reset(self) -> None:
+        """Forget past calls."""
         self.past = []
 
     def remember(self, first: Tensor, second: Tensor) -> None:
-        """Keeps a call's tensors and forgets the oldest."""
+        """Keep the tensors of a call and drop the oldest."""
         if self.training and self.size:
             self.past = [*self.past, (first.detach().clone(), second.detach().clone())][-self.size :]
 
@@ -46,24 +51,23 @@ class _Memory(nn.Module):
 class EmbeddingMemory(_Memory):
     """`loss` of a batch ranked against itself and the embeddings of the last `size` batches.
 
-    Lists are as long as they look: with b items in the batch and k in memory each has b - 1 + k candidates, and a `Blackbox`
-    ranker normalises by that length. The memory holds what earlier weights produced; the faster the model
-    moves, the smaller `size` should be.
+    With b items in the batch and k in memory each list has b - 1 + k candidates, and a `Blackbox` ranker normalises by that
+    length. The memory holds embeddings of earlier weights: the faster the model changes, the smaller `size` should be.
     """
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         if self.past:
-            own = torch.arange(len(labels), device=labels.device)
-            value: Tensor = self.loss(embeddings, labels, *self._lengthened(embeddings, labels), self_index=own)
+            self_index = torch.arange(len(labels), device=labels.device)
+            value: Tensor = self.loss(embeddings, labels, *self._lengthened(embeddings, labels), self_index=self_index)
         else:
             value = self.loss(embeddings, labels)
         self.remember(embeddings, labels)
         return value
 
-    def part(self, embeddings: Tensor, labels: Tensor, own: slice) -> Tensor:
-        """What the queries `own` add to the loss of a batch, which is not remembered; see `RankLoss.part`."""
+    def shard_loss(self, embeddings: Tensor, labels: Tensor, rows: slice) -> Tensor:
+        """What the queries `rows` contribute to the loss of a batch, which is not remembered; see `RankLoss.shard_loss`."""
         past = self._lengthened(embeddings, labels) if self.past else ()
-        return self.loss.part(embeddings, labels, own, *past)
+        return self.loss.shard_loss(embeddings, labels, rows, *past)
 
     def _lengthened(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The batch followed by what is in memory."""

@@ -1,12 +1,12 @@
 """Losses as CUDA graphs: up to some 16,000 rows a loss is hundreds of short launches and the host is the bottleneck.
 
-A capture holds static copies of the inputs and three graphs: what is relevant -> lists, embeddings or scores -> loss,
-incoming -> gradient. What comes back for a loss that is one number only scales its gradient, so that is made before anybody
-asks: while the GPU runs one graph, the host starts the next. A capture is leased to one call from its forward pass until that
-call's graph is gone, so several calls may be pending at once.
+A capture holds static copies of the inputs and three graphs: raw inputs -> built relevance, embeddings or scores -> loss,
+incoming gradient -> gradient. The gradient of a scalar loss is only scaled by what arrives, so it is computed ahead of the
+backward pass: while the GPU runs one graph, the host starts the next. A capture is leased to one call until that call's
+autograd graph is freed, so several calls may be pending at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,35 +14,35 @@ import torch
 from torch import Tensor
 
 from rankgrad._device import forget_failed_capture
-from rankgrad.ops.triton.embeddings import ONE_GROUP, rounded_width
+from rankgrad.ops import relevance
+from rankgrad.ops.relevance import rounded_width
 
 # Rows of a batch up to which calls are captured. On an H200 a call of 4,096 rows took 9 ms without and 1 ms with graphs; at
-# 65,536 it is 39 against 36 ms, and what a call needs, more than 1 GB there, would stay with the loss.
+# 65,536 it is 39 against 36 ms, and the memory of a call, more than 1 GB there, would stay with the loss.
 MOST_ROWS = 16_384
 
-Given = tuple[Tensor, ...]
+Inputs = tuple[Tensor, ...]
 Widths = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Steps:
-    """A loss in two steps that never wait for the device.
+class GraphProgram:
+    """A loss in two steps that do not synchronise with the device.
 
-    lists: from labels or relevance, and what else is given, to anything, and to [K] most relevant items of a query, for each
-        of K kinds of lists.
-    loss: from the tensor that gets a gradient, what `lists` gave, and K widths that are at least these numbers, to the loss,
-        and other tensors that the caller wants to see.
-    queries: of each kind.
+    num_queries: of each of K relevance structures.
+    build: from raw inputs (labels, a mask) to anything, and to [K] the most positives of a query in each structure.
+    loss: from the tensor that gets a gradient, what `build` returned, and K widths of at least these numbers, to the loss
+        and further outputs.
     """
 
-    queries: Sequence[int]
-    lists: Callable[..., tuple[Any, Tensor]]
+    num_queries: Sequence[int]
+    build: Callable[..., tuple[Any, Tensor]]
     loss: Callable[[Tensor, Any, Widths], tuple[Tensor, ...]]
 
-    def run(self, leaf: Tensor, given: Given) -> tuple[Tensor, ...]:
-        """Both, waiting for the numbers in between. Compiles every kernel that a capture of them needs."""
-        begun, most = self.lists(*given)
-        return self.loss(leaf, begun, _rounded(most))
+    def run(self, leaf: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+        """Both steps, reading the widths in between. Compiles every kernel that a capture needs."""
+        built, most = self.build(*inputs)
+        return self.loss(leaf, built, _rounded(most))
 
 
 def _rounded(most: Tensor) -> list[int]:
@@ -50,7 +50,7 @@ def _rounded(most: Tensor) -> list[int]:
 
 
 def side_by_side(device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
-    """What two independent calls give, as two branches of a graph where one is being captured."""
+    """Results of two independent calls, as two branches of a graph during a capture."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return first(), second()
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -65,55 +65,57 @@ def side_by_side(device: torch.device, first: Callable[[], Any], second: Callabl
 class Capture:
     """One loss at one shape."""
 
-    def __init__(self, leaf: Tensor, given: Given, widths: Widths, steps: Steps) -> None:
+    def __init__(self, leaf: Tensor, inputs: Inputs, widths: Widths, program: GraphProgram) -> None:
         self.widths = widths
-        self.given = tuple(tensor.clone() for tensor in given)
+        self.inputs = tuple(tensor.clone() for tensor in inputs)
         self.leaf = leaf.detach().clone().requires_grad_()
-        self.most = torch.zeros(len(widths), dtype=torch.long, pin_memory=True)  # relevant items of a query, as last read
+        self.most = torch.zeros(len(widths), dtype=torch.long, pin_memory=True)  # positives of a query in the last call
         pool = torch.cuda.graph_pool_handle()
-        self.on_given, self.on_leaf, self.on_incoming = (torch.cuda.CUDAGraph() for _ in range(3))
-        with torch.cuda.graph(self.on_given, pool=pool, capture_error_mode="thread_local"):
-            begun, most = steps.lists(*self.given)
+        self.build_graph, self.loss_graph, self.grad_graph = (torch.cuda.CUDAGraph() for _ in range(3))
+        with torch.cuda.graph(self.build_graph, pool=pool, capture_error_mode="thread_local"):
+            built, most = program.build(*self.inputs)
             self.most.copy_(most, non_blocking=True)
-        with torch.cuda.graph(self.on_leaf, pool=pool, capture_error_mode="thread_local"), torch.enable_grad():
-            out, *self.others = steps.loss(self.leaf, begun, widths)
+        with torch.cuda.graph(self.loss_graph, pool=pool, capture_error_mode="thread_local"), torch.enable_grad():
+            out, *self.others = program.loss(self.leaf, built, widths)
         self.out = out.detach()
-        self.incoming = torch.ones_like(self.out)
-        with torch.cuda.graph(self.on_incoming, pool=pool, capture_error_mode="thread_local"):
-            (self.d_leaf,) = torch.autograd.grad(out, self.leaf, self.incoming, retain_graph=True)
-        self.held = begun, out  # the graphs read and write their memory
+        self.grad_out = torch.ones_like(self.out)
+        with torch.cuda.graph(self.grad_graph, pool=pool, capture_error_mode="thread_local"):
+            (self.d_leaf,) = torch.autograd.grad(out, self.leaf, self.grad_out, retain_graph=True)
+        self.held = built, out  # the graphs read and write their memory
 
-    def read(self, leaf: Tensor, given: Given) -> list[int]:
-        """Runs a call and returns the most relevant items of a query while the GPU is still at it."""
-        _copy(self.given, given)
-        self.on_given.replay()
+    def replay(self, leaf: Tensor, inputs: Inputs) -> list[int]:
+        """Run a call and return its most positives of a query while the GPU is still working."""
+        _copy(self.inputs, inputs)
+        self.build_graph.replay()
         known = torch.cuda.Event()
         known.record()
         self.leaf.detach().copy_(leaf)
-        self.on_leaf.replay()
+        self.loss_graph.replay()
         if not self.out.ndim:
-            self.on_incoming.replay()
+            self.grad_graph.replay()
         known.synchronize()
         most: list[int] = self.most.tolist()
         return most
 
-    def gradient(self, incoming: Tensor) -> Tensor:
-        """Of the leaf, in memory of its own."""
+    def gradient(self, grad_out: Tensor) -> Tensor:
+        """Gradient of the leaf, in memory of its own."""
         if not self.out.ndim:
-            return self.d_leaf * incoming
-        self.incoming.copy_(incoming)
-        self.on_incoming.replay()
+            return self.d_leaf * grad_out
+        self.grad_out.copy_(grad_out)
+        self.grad_graph.replay()
         return self.d_leaf.clone()
 
 
-def _copy(to: Given, given: Given) -> None:
-    """All of a type in one launch."""
-    for dtype in {tensor.dtype for tensor in to}:
-        torch._foreach_copy_([t for t in to if t.dtype == dtype], [t for t in given if t.dtype == dtype], non_blocking=True)
+def _copy(static: Inputs, inputs: Inputs) -> None:
+    """All tensors of one dtype in one launch."""
+    for dtype in {tensor.dtype for tensor in static}:
+        torch._foreach_copy_(
+            [t for t in static if t.dtype == dtype], [t for t in inputs if t.dtype == dtype], non_blocking=True
+        )
 
 
 class Lease:
-    """A capture in use. It goes back to its pool when nobody can ask for its gradient any more."""
+    """A capture in use. It returns to its pool when its gradient can no longer be asked for."""
 
     def __init__(self, capture: Capture, free: list[Capture]) -> None:
         self.capture, self.free = capture, free
@@ -123,7 +125,7 @@ class Lease:
 
 
 class _Replay(torch.autograd.Function):
-    """The result of a capture that has run, as a function of the tensor it ran with."""
+    """The result of a replayed capture, as a function of the tensor it ran with."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, lease: Lease) -> Tensor:
@@ -132,20 +134,31 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None]:
-        return ctx.lease.capture.gradient(incoming), None
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
+        return ctx.lease.capture.gradient(grad_out), None
 
 
-class Graphs:
-    """The captures of one loss, by shape. The first call of a shape runs as usual; the second is captured."""
+class GraphCache:
+    """The captures of one loss, by key and shape. The first call of a shape runs as usual; the second is captured.
+
+    Captures belong to this process and this object: a deep copy or a pickle starts empty.
+    """
 
     def __init__(self) -> None:
         self.free: dict[Any, list[Capture]] = {}
         self.refused: set[Any] = set()
 
-    def run(self, settings: Any, leaf: Tensor, given: Given, steps: Steps) -> tuple[Tensor, ...] | None:
-        """What `steps.loss` gives, or None where the call must run as usual. What is not the loss is to be copied at once."""
-        key = (settings, *((tensor.shape, tensor.dtype, tensor.device) for tensor in (leaf, *given)))
+    def __reduce__(self) -> tuple[type["GraphCache"], tuple[()]]:
+        return GraphCache, ()
+
+    def clear(self) -> None:
+        """Free the memory of all captures. A capture whose loss still awaits its backward pass is freed after it."""
+        self.free.clear()
+        self.refused.clear()
+
+    def run(self, key: Hashable, leaf: Tensor, inputs: Inputs, program: GraphProgram) -> tuple[Tensor, ...] | None:
+        """What `program.loss` returns, or None where the call must run as usual. Copy further outputs at once."""
+        key = (key, *((tensor.shape, tensor.dtype, tensor.device) for tensor in (leaf, *inputs)))
         if key in self.refused:
             return None
         if key not in self.free:
@@ -153,23 +166,24 @@ class Graphs:
             return None
         free = self.free[key]
         capture = free.pop() if free else None
-        if capture is None or _exceeds(capture.read(leaf, given), capture.widths):  # none at hand, or classes grew
-            capture = self._capture(leaf, given, steps)
+        if capture is None or _exceeds(capture.replay(leaf, inputs), capture.widths):  # all in use, or classes grew
+            capture = self._capture(leaf, inputs, program)
             if capture is None:
                 self.refused.add(key)
                 return None
-            capture.read(leaf, given)
+            capture.replay(leaf, inputs)
         others = capture.others
         return _Replay.apply(leaf, Lease(capture, free)), *others
 
     @staticmethod
-    def _capture(leaf: Tensor, given: Given, steps: Steps) -> Capture | None:
-        widths = _rounded(steps.lists(*given)[1])
-        if any(queries * width > ONE_GROUP for queries, width in zip(steps.queries, widths, strict=True)):
+    def _capture(leaf: Tensor, inputs: Inputs, program: GraphProgram) -> Capture | None:
+        widths = _rounded(program.build(*inputs)[1])
+        sizes = (queries * width for queries, width in zip(program.num_queries, widths, strict=True))
+        if any(size > relevance.ONE_GROUP for size in sizes):
             return None
         try:
-            return Capture(leaf, given, widths, steps)
-        except RuntimeError:  # an objective that waits for the device cannot be captured
+            return Capture(leaf, inputs, widths, program)
+        except RuntimeError:  # an objective that synchronises cannot be captured
             forget_failed_capture(leaf.device)
             return None
 

@@ -1,67 +1,146 @@
-"""Which implementation runs. One decision in one place: an explicit request is honoured or refused, never replaced."""
+"""Losses of embeddings and of given scores: backend choice, the one-tile case and CUDA graphs live here and nowhere else.
+
+    embedding_losses   queries against candidates, both as embeddings
+    score_losses       lists of ready scores
+    exact_counts       exact ranks on the kernels, for evaluation
+
+An explicit request for a backend is honoured or refused, never replaced.
+"""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rankgrad.ops.autograd import Door
-from rankgrad.ops.rankers import Ranker
-from rankgrad.ops.relevance import LabelLists, ScoreLists
-from rankgrad.ops.sources import EmbeddingDoor, Layout, MixedRows, PlainRows, Rows, ScoreDoor
+from rankgrad.ops import reference
+from rankgrad.ops.autograd import Objective, RankCall, RankOps, ScoreSource, all_scores, rank_losses
+from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
+from rankgrad.ops.rankers import Exact, Ranker
+from rankgrad.ops.relevance import IntervalRelevance, Labels, Mask, RelevanceInput
+from rankgrad.ops.sources import (
+    DenseRows,
+    EmbeddingRows,
+    EmbeddingScores,
+    GivenScores,
+    MixedRows,
+    TileLayout,
+    is_one_tile,
+)
 
 if TYPE_CHECKING:
-    from rankgrad.ops.cuda_graphs import Graphs, Steps
+    from rankgrad.ops.triton.lowerings import Lowering
 
 Mixture = tuple[Tensor, Tensor, Tensor]  # first, second, alpha: see MixedRows
 Backend = Literal["auto", "triton", "tiled", "reference"]
-Precision = Literal["auto", "fast", "high"]
+ScorePrecision = Literal["auto", "fast", "high"]
 BACKENDS = ("auto", "triton", "tiled", "reference")
-PRECISIONS = ("auto", "fast", "high")
+SCORE_PRECISIONS = ("auto", "fast", "high")
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How losses are computed; `RankLoss` documents the fields."""
+
+    normalize: bool = True
+    backend: Backend = "auto"
+    precision: ScorePrecision = "auto"
+    cuda_graphs: bool = True
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the losses of queries become one loss; `RankLoss` documents the fields."""
+
+    kind: Literal["mean", "none"] = "mean"
+    empty_query: Literal["skip", "zero", "error"] = "skip"
+
+    def query_weights(self, num_relevant: Tensor, used: Tensor, like: Tensor) -> Tensor:
+        """[] weight of a query in the loss as reduced, from its relevant candidates and how many queries have any."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if self.kind == "none":
+            return torch.ones((), dtype=dtype, device=like.device)
+        if self.empty_query == "zero":
+            return torch.full((), 1 / len(num_relevant), dtype=dtype, device=like.device)
+        return used.clamp(min=1).to(like.device, dtype, non_blocking=True).reciprocal()
+
+    def used_queries(self, num_relevant: Tensor, caller: str) -> Tensor:
+        """[] queries with a relevant candidate. Synchronises only where empty queries are refused."""
+        used = (num_relevant > 0).sum()
+        if self.empty_query == "error" and (empty := len(num_relevant) - int(used)):
+            raise ValueError(
+                f"{caller}: empty_query='error' and {empty} of {len(num_relevant)} queries have no relevant candidate"
+            )
+        return used
+
+    def __call__(self, losses: Tensor, query_weights: Tensor) -> Tensor:
+        return losses if self.kind == "none" else losses.sum() * query_weights
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """All settings of a loss."""
+
+    ranker: Ranker
+    objective: Objective
+    reduction: Reduction = Reduction()
+    compute: Compute = Compute()
+
+
+class LossOutput(NamedTuple):
+    """What a call returns."""
+
+    loss: Tensor
+    used_queries: Tensor  # [] queries with a relevant candidate
 
 
 def resolve(
-    backend: Backend, scores_of: Tensor, ranker: Ranker, *, caller: str, given: tuple[int, int] | None = None
+    backend: Backend, like: Tensor, ranker: Ranker, *, caller: str, given: tuple[int, int] | None = None
 ) -> Literal["triton", "tiled", "reference"]:
-    """The backend for embeddings such as `scores_of`, or for scores such as these, `given` as so many lists of such length.
+    """The backend for embeddings like `like`, or for scores like it, `given` as (lists, length).
 
     On a CPU the kernels run only on request, in Triton's interpreter.
     """
-    if backend in ("tiled", "reference") or (backend == "auto" and not scores_of.is_cuda):
+    if backend in ("tiled", "reference") or (backend == "auto" and not like.is_cuda):
         return "reference" if backend == "reference" else "tiled"
-    reason = _obstacle(scores_of, ranker, given is not None)
+    reason = _obstacle(like, ranker, given is not None)
     if reason and backend == "triton":
         raise RuntimeError(f"{caller}: backend='triton' cannot run here: {reason}; use backend='auto' or 'tiled'")
     if reason is None and given is not None and backend == "auto":
-        from rankgrad.ops.triton.scores import suits
+        from rankgrad.ops.triton.scores import pays_off
 
-        return "triton" if suits(*given) else "tiled"
+        return "triton" if pays_off(*given) else "tiled"
     return "tiled" if reason else "triton"
 
 
-def _obstacle(scores_of: Tensor, ranker: Ranker, given: bool) -> str | None:
+def _obstacle(like: Tensor, ranker: Ranker, given_scores: bool) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
-    if not scores_of.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the tensors are on {scores_of.device} and TRITON_INTERPRET=1 is not set"
-    if given:
-        from rankgrad.ops.triton.scores import supports as supports_given
+    if not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the tensors are on {like.device} and TRITON_INTERPRET=1 is not set"
+    if given_scores and like.dtype == torch.float64:
+        return "the kernels compute in float32, and the scores are torch.float64"
+    if not given_scores and like.dtype != torch.float32:
+        return f"the kernels compute in float32, and the embeddings are {like.dtype}"
+    from rankgrad.ops.triton.lowerings import lowering_of
 
-        if scores_of.dtype == torch.float64:
-            return "the kernels compute in float32, and the scores are torch.float64"
-        return None if supports_given(ranker) else f"there is no kernel for {ranker} on given scores"
-    if scores_of.dtype != torch.float32:
-        return f"the kernels compute in float32, and the embeddings are {scores_of.dtype}"
-    from rankgrad.ops.triton.embeddings import supports
-
-    return None if supports(ranker) else f"there is no kernel for {ranker}"
+    where = " on given scores" if given_scores else ""
+    return None if lowering_of(ranker, given_scores=given_scores) else f"there is no kernel for {ranker}{where}"
 
 
-def resolve_precision(precision: Precision, embeddings: Tensor) -> Literal["fast", "high"]:
+def _lowering(ranker: Ranker, *, given_scores: bool) -> "Lowering[Any]":
+    from rankgrad.ops.triton.lowerings import lowering_of
+
+    lowering = lowering_of(ranker, given_scores=given_scores)
+    assert lowering is not None, "the backend was resolved"
+    return lowering
+
+
+def resolve_precision(precision: ScorePrecision, embeddings: Tensor) -> Literal["fast", "high"]:
     """Precision of the kernels for embeddings as the caller gave them."""
     if precision != "auto":
         return precision
@@ -69,74 +148,259 @@ def resolve_precision(precision: Precision, embeddings: Tensor) -> Literal["fast
     return "fast" if half or torch.is_autocast_enabled(embeddings.device.type) else "high"
 
 
-def normalized(embeddings: Tensor, backend: Backend, ranker: Ranker, *, caller: str) -> Tensor:
-    """Rows of length 1, by the backend's own kernels where it has them."""
-    if resolve(backend, embeddings, ranker, caller=caller) == "triton":
-        from rankgrad.ops.triton.row_ops import unit_rows
-
-        return unit_rows(embeddings)
-    return torch.nn.functional.normalize(embeddings, dim=1)
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float32, torch.float64)
 
 
-def tiled_door(
-    lists: LabelLists, device: torch.device, mixed: Mixture | None = None, mixed_candidates: Mixture | None = None
-) -> Callable[..., Door]:
-    """Opens embeddings, or queries and candidates, over `lists` in plain torch; with a mixture the rows are mixed from them."""
-    layout = Layout.of(lists, device)
+def _prepared(embeddings: Tensor, compute: Compute, backend: str) -> Tensor:
+    """Embeddings as they enter the scores: in float32 at least, and of length 1 if so chosen."""
+    wide = embeddings if _is_wide(embeddings) else embeddings.float()
+    if not compute.normalize:
+        return wide
+    if backend == "triton":
+        from rankgrad.ops.triton.embeddings import normalize
 
-    def door(queries: Tensor, candidates: Tensor | None = None) -> Door:
-        on = layout.lists
-        asking = _rows(queries, on.query_order, mixed)
-        asked = asking if candidates is None else _rows(candidates, on.candidate_order, mixed_candidates)
-        return EmbeddingDoor(asking, asked, layout)
-
-    return door
+        return normalize(wide)
+    return torch.nn.functional.normalize(wide, dim=1)
 
 
-def _rows(base: Tensor, order: Tensor, mixture: Mixture | None) -> Rows:
-    return PlainRows(base, order) if mixture is None else MixedRows(base, order, *mixture)
+def embedding_losses(
+    queries: Tensor,
+    candidates: Tensor | None,
+    relevance: RelevanceInput,
+    config: LossConfig,
+    *,
+    mixture: Mixture | None = None,
+    shard: slice | None = None,
+    graphs: GraphCache | None = None,
+    caller: str,
+) -> LossOutput:
+    """Loss of embeddings [Q, d] against candidates [C, d], or against themselves where `candidates` is None.
+
+    Args:
+        queries: [Q, d], or the base that queries and candidates are mixed from.
+        candidates: [C, d].
+        relevance: of all queries.
+        config: ranker, objective, reduction, backend and so on.
+        mixture: (first, second, alpha), rank mixtures of `queries` against each other.
+        shard: compute what these queries contribute to the loss of all; the shards of a batch sum up to its loss.
+        graphs: where small batches on a GPU are captured.
+        caller: named in errors.
+    """
+    compute, ranker = config.compute, config.ranker
+    precision = resolve_precision(compute.precision, queries)
+    like = queries if _is_wide(queries) else queries.new_empty(0, dtype=torch.float32)
+    backend = resolve(compute.backend, like, ranker, caller=caller)
+    if graphs is not None and candidates is None and mixture is None and shard is None and backend == "triton":
+        captured = _replayed(queries, relevance, config, precision, graphs)
+        if captured is not None:
+            return captured
+    rows = _prepared(queries, compute, backend)
+    others = None if candidates is None else _prepared(candidates, compute, backend).to(rows.dtype)
+    num_relevant, candidate_mixture = None, mixture
+    if shard is not None:
+        num_relevant = relevance.build().num_relevant  # the mean is over the queries of all shards
+        relevance = relevance.shard(shard)
+        if mixture is not None:
+            others, mixture = rows, (mixture[0][shard], mixture[1][shard], mixture[2][shard])
+        else:
+            rows, others = rows[shard], rows if others is None else others
+    one_tile = is_one_tile(relevance.num_queries, relevance.num_candidates, rows.device)
+    if mixture is not None and candidate_mixture is not None and (backend != "tiled" or one_tile):
+        rows = _mixed(rows, mixture)
+        others = None if others is None else _mixed(others, candidate_mixture)
+        mixture = candidate_mixture = None
+    tensors = (rows,) if others is None else (rows, others)
+    if backend == "reference" or (backend == "tiled" and one_tile):
+        # all scores at once are no more than a tile, and keeping them is faster than computing them twice
+        scores = tensors[0].double() @ tensors[-1].double().t() if backend == "reference" else all_scores(*tensors)
+        dense = Mask(*relevance.to(rows.device).dense())
+        return _of_scores(scores, dense, config, backend, num_relevant, caller)
+    built = relevance.build()
+    open_source: Callable[..., ScoreSource]
+    if backend == "triton":
+        open_source = _fused_source(built, rows.device, precision, normalized=compute.normalize)
+    else:
+        open_source = _tiled_source(built, rows.device, mixture, candidate_mixture)
+    ops = ranker if backend == "tiled" else _lowering(ranker, given_scores=False)
+    counted = built.num_relevant if num_relevant is None else num_relevant
+    return _run(open_source, ops, config, counted, tensors, caller)
 
 
-def fused_door(
-    lists: LabelLists,
+def score_losses(
+    scores: Tensor, relevance: Mask, config: LossConfig, *, graphs: GraphCache | None = None, caller: str
+) -> LossOutput:
+    """Loss of ready scores [Q, n], one list per row."""
+    lists = (scores.shape[0], scores.shape[1])
+    program = score_program(scores, lists, config, caller=caller) if relevance.candidates is None else None
+    if program is not None:
+        outputs = None if graphs is None else graphs.run(config, scores, (relevance.relevance,), program)
+        if outputs is None:
+            return LossOutput(*program.run(scores, (relevance.relevance,)))
+        return LossOutput(outputs[0], outputs[1].clone())
+    backend = resolve(config.compute.backend, scores, config.ranker, caller=caller, given=lists)
+    return _of_scores(scores, relevance, config, backend, None, caller)
+
+
+def score_program(like: Tensor, lists: tuple[int, int], config: LossConfig, *, caller: str) -> GraphProgram | None:
+    """The loss of score lists, given as (lists, length), as a program from relevance and scores.
+
+    None where it cannot be captured. `like` is the tensor that gets the gradient. A loss of several kinds of lists joins their
+    programs.
+    """
+    if not _may_capture(like, config):
+        return None
+    if resolve(config.compute.backend, like, config.ranker, caller=caller, given=lists) != "triton":
+        return None
+    from rankgrad.ops.triton.scores import MOST_CAPTURED, CountedMask, FusedGivenScores
+
+    if lists[0] * lists[1] > MOST_CAPTURED:
+        return None
+    ops = _lowering(config.ranker, given_scores=True)
+
+    def build(relevance: Tensor) -> tuple[CountedMask, Tensor]:
+        counted = CountedMask.of(relevance)
+        return counted, counted.num_relevant.amax()[None]
+
+    def loss(leaf: Tensor, counted: CountedMask, widths: Sequence[int]) -> LossOutput:
+        source = partial(FusedGivenScores, relevance=counted.padded(widths[0]))
+        return _run(source, ops, config, counted.num_relevant, (leaf,), caller)
+
+    return GraphProgram(lists[:1], build, loss)
+
+
+def exact_counts(
+    queries: Tensor, candidates: Tensor, relevance: Labels, *, normalized: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Irrelevant candidates at or above each positive, by the kernels: for groups of queries (indices, counts, valid)."""
+    built, ops = relevance.build(), _lowering(Exact(), given_scores=False)
+    source = _fused_source(built, queries.device, "high", normalized=normalized)(queries, candidates)
+    positives = [source.positives(block) for block in range(len(source.row_blocks))]
+    counts = source.count(ops, [ops.thresholds(items, 0) for items in positives], 0)
+    for rows, items, count in zip(source.row_blocks, positives, counts, strict=True):
+        yield built.query_order[rows], count, items.valid
+
+
+def _run(
+    open_source: Callable[..., ScoreSource],
+    ops: RankOps,
+    config: LossConfig,
+    num_relevant: Tensor,
+    tensors: tuple[Tensor, ...],
+    caller: str,
+) -> LossOutput:
+    """The loss by the autograd function; synchronises only where empty queries are refused."""
+    used = config.reduction.used_queries(num_relevant, caller)
+    query_weights = config.reduction.query_weights(num_relevant, used, tensors[0])
+    seed = int(torch.randint(2**40, ())) if config.ranker.draws else 0
+    losses = rank_losses(RankCall(open_source, ops, config.objective, query_weights, seed), *tensors)
+    return LossOutput(config.reduction(losses, query_weights), used)
+
+
+def _of_scores(
+    scores: Tensor,
+    relevance: Mask,
+    config: LossConfig,
+    backend: str,
+    num_relevant: Tensor | None,
+    caller: str,
+) -> LossOutput:
+    """The loss of a matrix of scores; `num_relevant` of all queries in the mean where these are only some."""
+    built = relevance.build()
+    counted = built.num_relevant if num_relevant is None else num_relevant
+    if backend == "reference":
+        used = config.reduction.used_queries(counted, caller)
+        query_weights = config.reduction.query_weights(counted, used, scores)
+        losses = reference.reference_losses(
+            scores.double(), relevance.relevance, relevance.candidates, config.ranker, config.objective, query_weights
+        )
+        return LossOutput(config.reduction(losses, query_weights), used)
+    source: Callable[..., ScoreSource] = partial(GivenScores, relevance=built)
+    ops: RankOps = config.ranker
+    if backend == "triton":
+        from rankgrad.ops.triton.scores import FusedGivenScores
+
+        source, ops = partial(FusedGivenScores, relevance=built), _lowering(config.ranker, given_scores=True)
+    return _run(source, ops, config, counted, (scores,), caller)
+
+
+def _mixed(rows: Tensor, mixture: Mixture) -> Tensor:
+    first, second, alpha = mixture
+    return torch.lerp(rows[second], rows[first], alpha[:, None].to(rows))
+
+
+def _tiled_source(
+    relevance: IntervalRelevance, device: torch.device, mixture: Mixture | None, candidate_mixture: Mixture | None
+) -> Callable[..., ScoreSource]:
+    layout = TileLayout.of(relevance, device)
+
+    def rows(base: Tensor, order: Tensor, mixed: Mixture | None) -> EmbeddingRows:
+        return DenseRows(base, order) if mixed is None else MixedRows(base, order, *mixed)
+
+    def open_source(queries: Tensor, candidates: Tensor | None = None) -> ScoreSource:
+        on_device = layout.relevance
+        query_rows = rows(queries, on_device.query_order, mixture)
+        if candidates is None:
+            return EmbeddingScores(query_rows, query_rows, layout)
+        return EmbeddingScores(query_rows, rows(candidates, on_device.candidate_order, candidate_mixture), layout)
+
+    return open_source
+
+
+def _fused_source(
+    relevance: IntervalRelevance,
     device: torch.device,
     precision: Literal["fast", "high"],
     *,
-    unit_rows: bool,
+    normalized: bool,
     width: int | None = None,
-) -> Callable[..., Door]:
-    """The same with the fused kernels. `width`, the most relevant items of a query, spares the wait for it."""
-    from rankgrad.ops.triton.embeddings import FusedDoor, FusedLayout
+) -> Callable[..., ScoreSource]:
+    """The fused kernels. `width`, the most positives of a query, avoids reading it from the device."""
+    from rankgrad.ops.triton.embeddings import FusedEmbeddingScores, QueryGroups
 
-    layout = FusedLayout.of(lists, device) if width is None else FusedLayout(lists, [slice(0, len(lists.query_order))], [width])
+    everyone = [slice(0, len(relevance.query_order))]
+    layout = QueryGroups.of(relevance, device) if width is None else QueryGroups(relevance, everyone, [width])
 
-    def door(queries: Tensor, candidates: Tensor | None = None) -> Door:
-        return FusedDoor(queries, candidates, layout, precision, unit=unit_rows)
+    def open_source(queries: Tensor, candidates: Tensor | None = None) -> ScoreSource:
+        return FusedEmbeddingScores(queries, candidates, layout, precision, normalized=normalized)
 
-    return door
-
-
-def score_door(lists: ScoreLists, backend: Literal["triton", "tiled"]) -> Callable[..., Door]:
-    """Opens a matrix of scores over `lists`."""
-    if backend == "tiled":
-        return partial(ScoreDoor, lists=lists)
-    from rankgrad.ops.triton.scores import FusedScoreDoor
-
-    return partial(FusedScoreDoor, lists=lists)
+    return open_source
 
 
-class Replays:
-    """The CUDA graphs of one loss. They belong to this process and this object: a copy begins without any."""
+def _may_capture(leaf: Tensor, config: LossConfig) -> bool:
+    return (
+        config.compute.cuda_graphs
+        and leaf.is_cuda
+        and leaf.requires_grad
+        and torch.is_grad_enabled()
+        and config.reduction.empty_query != "error"
+        and config.ranker.differentiable
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
-    _graphs: "Graphs | None" = None
 
-    def __call__(self, settings: Any, leaf: Tensor, given: tuple[Tensor, ...], steps: "Steps") -> tuple[Tensor, ...] | None:
-        """What `Graphs.run` gives: the loss of `steps` at `leaf`, or None where it must run as usual."""
-        from rankgrad.ops.cuda_graphs import Graphs
+def _replayed(
+    embeddings: Tensor,
+    relevance: RelevanceInput,
+    config: LossConfig,
+    precision: Literal["fast", "high"],
+    graphs: GraphCache,
+) -> LossOutput | None:
+    """The loss of a small batch by CUDA graphs; None where it must run as usual."""
+    if len(embeddings) > MOST_ROWS or not _may_capture(embeddings, config):
+        return None
+    ops = _lowering(config.ranker, given_scores=False)
 
-        if self._graphs is None:
-            self._graphs = Graphs()
-        return self._graphs.run(settings, leaf, given, steps)
+    def build(*tensors: Tensor) -> tuple[IntervalRelevance, Tensor]:
+        built = relevance.with_tensors(*tensors).build()
+        return built, built.num_relevant.amax()[None]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
+    def loss(leaf: Tensor, built: IntervalRelevance, widths: Sequence[int]) -> LossOutput:
+        source = _fused_source(built, leaf.device, precision, normalized=config.compute.normalize, width=widths[0])
+        rows = _prepared(leaf, config.compute, "triton")
+        return _run(source, ops, config, built.num_relevant, (rows,), caller="")
+
+    key = (config, precision, relevance.settings)
+    program = GraphProgram((len(embeddings),), build, loss)
+    outputs = graphs.run(key, embeddings, relevance.to(embeddings.device).tensors, program)
+    return None if outputs is None else LossOutput(outputs[0], outputs[1].clone())

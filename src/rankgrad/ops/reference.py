@@ -10,23 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankgrad.ops.autograd import Objective
+from rankgrad.ops.autograd import Objective, Ranks
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid
-from rankgrad.ops.ranks import Ranks
 
 
-def rank_losses(
-    scores: Tensor, relevance: Tensor, ranked: Tensor | None, ranker: Ranker, objective: Objective, unit: Tensor
+def reference_losses(
+    scores: Tensor,
+    relevance: Tensor,
+    candidates: Tensor | None,
+    ranker: Ranker,
+    objective: Objective,
+    query_weights: Tensor,
 ) -> Tensor:
     """[Q] losses of score lists [Q, C] by definition."""
     losses = []
     for query in range(scores.shape[0]):
-        on_list = slice(None) if ranked is None else ranked[query]
+        on_list = slice(None) if candidates is None else candidates[query]
         y, grades = scores[query][on_list].double(), relevance[query][on_list].double()
         if not (grades > 0).any():
             losses.append(0 * scores[query].sum())
         elif isinstance(ranker, Blackbox):
-            losses.append(_AlgorithmOne.apply(y, grades, ranker, objective, float(unit)))
+            losses.append(_AlgorithmOne.apply(y, grades, ranker, objective, float(query_weights)))
         else:
             losses.append(objective(_ranks(y, grades, ranker))[0] + 0 * y.sum())  # attached, also where ranks have no gradient
     return torch.stack(losses)
@@ -70,7 +74,7 @@ class _AlgorithmOne(torch.autograd.Function):
     """RaMBO's Algorithm 1 on one list, with lambda = lam * n."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, grades: Tensor, ranker: Blackbox, objective: Objective, unit: float) -> Tensor:
+    def forward(ctx: Any, y: Tensor, grades: Tensor, ranker: Blackbox, objective: Objective, query_weight: float) -> Tensor:
         relevant = grades > 0
         shift = torch.where(relevant, -ranker.margin / 2, ranker.margin / 2)
         if ranker.margin_noise:
@@ -83,12 +87,12 @@ class _AlgorithmOne(torch.autograd.Function):
             ranks = _as_ranks(rank[relevant], positive_rank, torch.ones_like(gains), gains, gains).detached()
             loss = objective(ranks)[0]
             d_rank = torch.zeros_like(y)
-            d_rank[relevant] = unit * ranks.gradients(loss)[0][0]
+            d_rank[relevant] = query_weight * ranks.gradients(loss)[0][0]
         raw_lam = ranker.lam * len(y)
         perturbed = proper_ranking(shifted + raw_lam * d_rank, relevant)
-        ctx.gradient = (perturbed - rank) / (raw_lam * unit)
+        ctx.gradient = (perturbed - rank) / (raw_lam * query_weight)
         return loss.detach()
 
     @staticmethod
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.gradient * incoming, None, None, None, None
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.gradient * grad_loss, None, None, None, None

@@ -1,21 +1,142 @@
-"""Who is ranked for whom, and who of them is relevant: by labels, or by a relevance matrix.
+"""Who is relevant to whom: as the caller says it, and as the engine asks for it.
 
-For labels, candidates are put in an order in which each class is one run and classes grow in size, queries in the same order of
-classes. Then the relevant candidates of a query are one interval, only a band of tiles near the diagonal holds any of
-them, and neighbouring queries have about as many, so that padding costs little.
+    Labels -> IntervalRelevance   a candidate is relevant if it has the query's label
+    Mask   -> MaskRelevance       a matrix of relevance, bool or graded
 
-Dimension letters:  Q queries   C candidates
+For labels, candidates are put in an order in which each class is one interval and classes grow in size, queries in the same
+order of classes. Then the positives of a query are one interval, only the tiles near the diagonal hold any of them, and
+neighbouring queries have about as many, so that padding costs little.
+
+Dimension letters:  Q queries   C candidates   B queries of a row block   P positives, padded
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
+# Relevant pairs, padding included, up to which the kernels treat all queries as one group: an objective then is one pass of
+# small launches.
+ONE_GROUP = 2**22
+
+
+def rounded_width(most: int) -> int:
+    """Positives of a query, rounded up to one of 4 steps an octave so that few groups cover ragged classes."""
+    step = 1 << max(most.bit_length() - 3, 0)
+    return -(-most // step) * step
+
+
+class RelevanceInput(Protocol):
+    """Relevance as the caller says it: raw tensors, nothing sorted."""
+
+    @property
+    def num_queries(self) -> int: ...
+
+    @property
+    def num_candidates(self) -> int: ...
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Static inputs of a CUDA graph."""
+        ...
+
+    @property
+    def settings(self) -> Hashable:
+        """What else the key of a CUDA graph holds."""
+        ...
+
+    def with_tensors(self, *tensors: Tensor) -> Self: ...
+
+    def to(self, device: torch.device) -> Self: ...
+
+    def shard(self, rows: slice) -> Self:
+        """Some of the queries, all candidates."""
+        ...
+
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        """[Q, C] relevance, and [Q, C] which are candidates at all, None where all are."""
+        ...
+
+    def build(self) -> "IntervalRelevance":
+        """Relevance as the engine asks for it, sorted on the device of the tensors."""
+        ...
+
 
 @dataclass(frozen=True)
-class LabelLists:
+class Labels:
+    """A candidate is relevant to the queries that have its label. Without references query i is candidate i."""
+
+    labels: Tensor  # [Q]
+    ref_labels: Tensor | None = None  # [C]
+    self_index: Tensor | None = None  # [Q] the query among the references, -1 where it is not
+    rank_self: bool = False  # the query stays in its own list as an irrelevant candidate
+
+    @property
+    def num_queries(self) -> int:
+        return len(self.labels)
+
+    @property
+    def num_candidates(self) -> int:
+        return len(self.labels if self.ref_labels is None else self.ref_labels)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in (self.labels, self.ref_labels, self.self_index) if t is not None)
+
+    @property
+    def settings(self) -> Hashable:
+        return self.rank_self
+
+    def with_tensors(self, *tensors: Tensor) -> "Labels":
+        given = iter(tensors)
+        labels, ref_labels, self_index = (
+            None if t is None else next(given) for t in (self.labels, self.ref_labels, self.self_index)
+        )
+        assert labels is not None
+        return Labels(labels, ref_labels, self_index, self.rank_self)
+
+    def to(self, device: torch.device) -> "Labels":
+        return self.with_tensors(*(tensor.to(device, torch.long, non_blocking=True) for tensor in self.tensors))
+
+    def shard(self, rows: slice) -> "Labels":
+        if self.ref_labels is None:
+            index = torch.arange(len(self.labels), device=self.labels.device)
+            return Labels(self.labels[rows], self.labels, index[rows], self.rank_self)
+        self_index = None if self.self_index is None else self.self_index[rows]
+        return Labels(self.labels[rows], self.ref_labels, self_index, self.rank_self)
+
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        refs = self.labels if self.ref_labels is None else self.ref_labels
+        relevant = self.labels[:, None] == refs
+        if self.ref_labels is not None and self.self_index is None:
+            return relevant, None
+        others = torch.ones_like(relevant)
+        if self.self_index is None:
+            others.fill_diagonal_(False)
+        else:
+            rows = (self.self_index >= 0).nonzero().view(-1)
+            others[rows, self.self_index[rows].long()] = False
+        return relevant & others, None if self.rank_self else others
+
+    def build(self) -> "IntervalRelevance":
+        return IntervalRelevance.build(self.labels, self.ref_labels, self.self_index, rank_self=self.rank_self)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A matrix of relevance, one list per row: bool, or graded with numbers of at least 0, relevant where above 0."""
+
+    relevance: Tensor  # [Q, C]
+    candidates: Tensor | None = None  # [Q, C] False for scores that are not ranked
+
+    def build(self) -> "MaskRelevance":
+        return MaskRelevance.build(self.relevance, self.candidates)
+
+
+@dataclass(frozen=True)
+class IntervalRelevance:
     """Every tensor but the two orders is in class order: row i is about query `query_order[i]`."""
 
     query_order: Tensor  # [Q] from class order to the caller's order
@@ -23,10 +144,10 @@ class LabelLists:
     start: Tensor  # [Q] first and one past the last candidate of the query's class, positions in class order
     stop: Tensor  # [Q]
     class_start: Tensor  # [C] first candidate of the candidate's class
-    own: Tensor  # [Q] position of the query among the candidates, -1 where it is not among them
+    self_column: Tensor  # [Q] position of the query among the candidates, -1 where it is not among them
     num_relevant: Tensor  # [Q]
     list_length: Tensor  # [Q]
-    own_is_ranked: bool  # the query stays in its own list as an irrelevant candidate
+    rank_self: bool  # the query stays in its own list as an irrelevant candidate
 
     @classmethod
     def build(
@@ -35,25 +156,25 @@ class LabelLists:
         ref_labels: Tensor | None = None,
         self_index: Tensor | None = None,
         *,
-        own_is_ranked: bool = False,
-    ) -> "LabelLists":
-        """Lists of a batch ranked against itself, or of queries against references that `self_index` may place them among."""
+        rank_self: bool = False,
+    ) -> "IntervalRelevance":
+        """Lists of a batch ranked against itself, or of queries against references that `self_index` may place among them."""
         labels = labels.long()
         in_batch = ref_labels is None
         ref_labels = labels if ref_labels is None else ref_labels.long()
         by_label = ref_labels.argsort(stable=True)
         ascending = ref_labels[by_label]
 
-        def class_run(wanted: Tensor) -> tuple[Tensor, Tensor]:
+        def class_interval(wanted: Tensor) -> tuple[Tensor, Tensor]:
             first = torch.searchsorted(ascending, wanted)
             return first, torch.searchsorted(ascending, wanted, right=True) - first
 
-        candidate_order = by_label[class_run(ascending)[1].argsort(stable=True)]
-        place = torch.empty_like(candidate_order)
-        place[candidate_order] = torch.arange(len(ref_labels), device=labels.device)
+        candidate_order = by_label[class_interval(ascending)[1].argsort(stable=True)]
+        column_of = torch.empty_like(candidate_order)
+        column_of[candidate_order] = torch.arange(len(ref_labels), device=labels.device)
 
-        first, size = class_run(ref_labels[candidate_order])
-        class_start = place[by_label[first]]
+        first, size = class_interval(ref_labels[candidate_order])
+        class_start = column_of[by_label[first]]
         if in_batch:
             return cls(
                 query_order=candidate_order,
@@ -61,90 +182,81 @@ class LabelLists:
                 start=class_start,
                 stop=class_start + size,
                 class_start=class_start,
-                own=torch.arange(len(labels), device=labels.device),
+                self_column=torch.arange(len(labels), device=labels.device),
                 num_relevant=size - 1,
-                list_length=torch.full_like(size, len(labels) - (not own_is_ranked)),
-                own_is_ranked=own_is_ranked,
+                list_length=torch.full_like(size, len(labels) - (not rank_self)),
+                rank_self=rank_self,
             )
 
         query_order = labels.argsort(stable=True)
-        query_order = query_order[class_run(labels[query_order])[1].argsort(stable=True)]
-        first, size = class_run(labels[query_order])
+        query_order = query_order[class_interval(labels[query_order])[1].argsort(stable=True)]
+        first, size = class_interval(labels[query_order])
         # the run of a class that no candidate has is empty and begins before all others, like its queries
-        start = place[by_label[first.clamp(max=len(ref_labels) - 1)]].masked_fill(size == 0, -1)
+        start = column_of[by_label[first.clamp(max=len(ref_labels) - 1)]].masked_fill(size == 0, -1)
         stop = start + size
         if self_index is None:
-            own = torch.full_like(start, -1)
+            self_column = torch.full_like(start, -1)
         else:
             given = self_index.long()[query_order]
-            own = torch.where(given >= 0, place[given.clamp(min=0)], -1)
-        own_in_class = (own >= start) & (own < stop)
-        length = torch.full_like(start, len(ref_labels)) - (0 if own_is_ranked else (own >= 0).long())
+            self_column = torch.where(given >= 0, column_of[given.clamp(min=0)], -1)
+        self_in_class = (self_column >= start) & (self_column < stop)
+        length = torch.full_like(start, len(ref_labels)) - (0 if rank_self else (self_column >= 0).long())
         return cls(
             query_order,
             candidate_order,
             start,
             stop,
             class_start,
-            own,
-            size - own_in_class.long(),
+            self_column,
+            size - self_in_class.long(),
             length,
-            own_is_ranked,
+            rank_self,
         )
 
-    def to(self, device: torch.device) -> "LabelLists":
+    def to(self, device: torch.device) -> "IntervalRelevance":
         tensors: dict[str, Any] = {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
         return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
-    def query_runs(self) -> tuple[Tensor, Tensor]:
+    def query_intervals(self) -> tuple[Tensor, Tensor]:
         """[C] first and one past the last query of each candidate's class, both in class order."""
         return torch.searchsorted(self.start, self.class_start), torch.searchsorted(self.start, self.class_start, right=True)
 
-    def dense(self) -> tuple[Tensor, Tensor]:
-        """[Q, C] which candidates are relevant and which are ranked, both in the caller's order."""
-        at = torch.arange(len(self.candidate_order), device=self.start.device)
-        start, stop, own = self.start[:, None], self.stop[:, None], self.own[:, None]
-        in_order = torch.stack(((at >= start) & (at < stop) & (at != own), (at != own) | self.own_is_ranked))
-        out = torch.empty_like(in_order)
-        out[:, self.query_order[:, None], self.candidate_order] = in_order
-        return out[0], out[1]
-
-    def hide(self, tile: Tensor, rows: slice, columns: slice) -> None:
+    def hide_(self, tile: Tensor, rows: slice, columns: slice) -> None:
         """Set the relevant candidates of `rows` in a tile of scores, and the queries themselves, to -inf."""
         at = torch.arange(columns.start, columns.stop, device=tile.device)
-        start, stop, own = (t[rows, None] for t in (self.start, self.stop, self.own))
+        start, stop, self_column = (t[rows, None] for t in (self.start, self.stop, self.self_column))
         relevant = (at >= start) & (at < stop)
-        tile.masked_fill_(relevant & (at != own) if self.own_is_ranked else relevant | (at == own), -torch.inf)
+        tile.masked_fill_(relevant & (at != self_column) if self.rank_self else relevant | (at == self_column), -torch.inf)
 
-    def relevant_columns(self, rows: slice, width: int) -> tuple[Tensor, Tensor]:
+    def positives(self, rows: slice, width: int) -> tuple[Tensor, Tensor]:
         """[B, width] positions of the relevant candidates of `rows` in ascending order, and which of them are real."""
-        start, stop, own = (t[rows, None] for t in (self.start, self.stop, self.own))
+        start, stop, self_column = (t[rows, None] for t in (self.start, self.stop, self.self_column))
         step = torch.arange(width, device=self.start.device)
         columns = start + step
-        columns = columns + ((own >= start) & (own < stop) & (columns >= own)).long()
+        columns = columns + ((self_column >= start) & (self_column < stop) & (columns >= self_column)).long()
         return columns, step < self.num_relevant[rows, None]
 
-    def bands(self, chunks: list[slice]) -> list[tuple[int, int, int]]:
-        """For every chunk of queries the most relevant items of a query, and the interval of columns that needs `hide`."""
+    def extents(self, blocks: list[slice]) -> list[tuple[int, int, int]]:
+        """For every block of queries the most relevant items of a query, and the interval of columns that needs `hide_`."""
         empty = self.start == self.stop
-        low = torch.where(empty, self.own, self.start)
-        low = torch.where((self.own >= 0) & (self.own < low), self.own, low)
-        high = torch.maximum(self.stop, self.own + 1)
+        low = torch.where(empty, self.self_column, self.start)
+        low = torch.where((self.self_column >= 0) & (self.self_column < low), self.self_column, low)
+        high = torch.maximum(self.stop, self.self_column + 1)
         # a query with neither has low -1: nothing to hide
         nowhere = low < 0
         low, high = low.masked_fill(nowhere, len(self.candidate_order)), high.masked_fill(nowhere, 0)
-        # one transfer to the host for all chunks
+        # one transfer to the host for all blocks
         table = torch.stack((self.num_relevant, low, high)).cpu().numpy()
-        return [(int(table[0, c].max()), int(table[1, c].min()), int(table[2, c].max())) for c in chunks]
+        return [(int(table[0, c].max()), int(table[1, c].min()), int(table[2, c].max())) for c in blocks]
 
 
 @dataclass(frozen=True)
-class ScoreLists:
+class MaskRelevance:
     """The lists of a relevance matrix, one per row. Rows with about as many relevant items come together."""
 
     is_relevant: Tensor  # [Q, C]
     grades: Tensor | None  # [Q, C] graded relevance
-    ranked: Tensor | None  # [Q, C] False for what is not ranked, None where all is
+    candidates: Tensor | None  # [Q, C] False for what is not ranked, None where all is
     query_order: Tensor  # [Q]
     num_relevant: Tensor  # [Q] in the caller's order, like all below
     list_length: Tensor  # [Q]
@@ -153,21 +265,21 @@ class ScoreLists:
     width: int | None = None  # most relevant items of a row, if those of `column` are padded to it, in the caller's order
 
     @classmethod
-    def build(cls, relevance: Tensor, ranked: Tensor | None) -> "ScoreLists":
+    def build(cls, relevance: Tensor, candidates: Tensor | None) -> "MaskRelevance":
         grades = None if relevance.dtype == torch.bool else relevance
         is_relevant = relevance if grades is None else relevance > 0
         queries, length = relevance.shape
-        if ranked is None:
+        if candidates is None:
             list_length = torch.full((queries,), length, device=relevance.device)
         else:
-            is_relevant, list_length = is_relevant & ranked, _true_per_row(ranked)
+            is_relevant, list_length = is_relevant & candidates, _true_per_row(candidates)
         flat = is_relevant.reshape(-1).nonzero().view(-1)
         if queries == 1:  # a long list is worth a shortcut: no copies, and nothing more to wait for
             num_relevant = torch.full_like(list_length, len(flat))
             return cls(
                 is_relevant,
                 grades,
-                ranked,
+                candidates,
                 torch.zeros_like(list_length),
                 num_relevant,
                 list_length,
@@ -177,31 +289,31 @@ class ScoreLists:
         edges = torch.searchsorted(flat, torch.arange(0, (queries + 1) * length, length, device=flat.device))
         num_relevant = edges.diff()
         order = num_relevant.argsort(stable=True)
-        return cls(is_relevant, grades, ranked, order, num_relevant, list_length, flat % length, edges[:-1])
+        return cls(is_relevant, grades, candidates, order, num_relevant, list_length, flat % length, edges[:-1])
 
     @property
     def single(self) -> bool:
         """One list without padding."""
         return len(self.query_order) == 1 and self.width is None
 
-    def rows(self, chunk: slice) -> Tensor | slice:
-        """The rows of a chunk of the query order, to index a matrix with: a view, where the order is the caller's."""
-        return chunk if self.single or self.width is not None else self.query_order[chunk]
+    def rows(self, block: slice) -> Tensor | slice:
+        """The rows of a block of the query order, to index a matrix with: a view, where the order is the caller's."""
+        return block if self.single or self.width is not None else self.query_order[block]
 
-    def most_relevant(self, chunks: list[slice]) -> list[int]:
-        """Most relevant items of a row in each chunk."""
+    def widths(self, blocks: list[slice]) -> list[int]:
+        """Most relevant items of a row in each block."""
         if self.single or self.width is not None:
-            return [len(self.column) if self.width is None else self.width for _ in chunks]
-        # the query order has the most at the end; one transfer to the host for all chunks
-        most: list[int] = self.num_relevant[self.query_order[[c.stop - 1 for c in chunks]]].tolist()
+            return [len(self.column) if self.width is None else self.width for _ in blocks]
+        # the query order has the most at the end; one transfer to the host for all blocks
+        most: list[int] = self.num_relevant[self.query_order[[c.stop - 1 for c in blocks]]].tolist()
         return most
 
     def hidden(self, rows: Tensor | slice, columns: slice) -> Tensor:
         """[B, Z] True for what is relevant or not ranked."""
         hidden = self.is_relevant[rows, columns]
-        return hidden if self.ranked is None else hidden | ~self.ranked[rows, columns]
+        return hidden if self.candidates is None else hidden | ~self.candidates[rows, columns]
 
-    def relevant_columns(self, rows: Tensor | slice, width: int) -> tuple[Tensor, Tensor]:
+    def positives(self, rows: Tensor | slice, width: int) -> tuple[Tensor, Tensor]:
         """[B, width] columns of the relevant items of `rows`, and which of them are real."""
         if self.single:
             return self.column[None], torch.ones(1, width, dtype=torch.bool, device=self.column.device)
@@ -211,8 +323,8 @@ class ScoreLists:
             return self.column.view(-1, self.width)[rows], valid
         return self.column[torch.where(valid, self.first[rows, None] + step, 0)], valid
 
-    def at(self, matrix: Tensor, rows: Tensor | slice, columns: Tensor) -> Tensor:
-        """[B, width] entries of a matrix of the lists' shape at `columns` of `rows`."""
+    def gather(self, matrix: Tensor, rows: Tensor | slice, columns: Tensor) -> Tensor:
+        """[B, width] entries of a matrix of the same shape at `columns` of `rows`."""
         if isinstance(rows, slice):
             return matrix[0].index_select(0, columns[0])[None] if self.single else matrix[rows].gather(1, columns)
         return matrix[rows[:, None], columns]

@@ -1,9 +1,9 @@
-"""The two doors in plain torch, for any device: scores tile by tile, made again for the backward pass.
+"""Score sources in plain torch, for any device: scores tile by tile, made again for the backward pass.
 
-    EmbeddingDoor   scores are products of queries and candidates and are never kept
-    ScoreDoor       scores are given
+    EmbeddingScores   scores are products of queries and candidates and are never stored
+    GivenScores       scores are given as a matrix
 
-Dimension letters:  Q queries   C candidates   B queries of a chunk   Z candidates of a tile   P relevant items, padded
+Dimension letters:  Q queries   C candidates   B queries of a row block   Z candidates of a tile   P positives, padded
 """
 
 from abc import ABC, abstractmethod
@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rankgrad.ops.rankers import Ranker, Relevant
-from rankgrad.ops.relevance import LabelLists, ScoreLists
+from rankgrad.ops.autograd import PositiveScores
+from rankgrad.ops.rankers import Ranker
+from rankgrad.ops.relevance import IntervalRelevance, MaskRelevance
 
 # Integers are exact in float32 up to here; longer lists get their ranks in float64.
 EXACT_FLOAT32 = 2**24
@@ -29,9 +30,9 @@ def tile_side(device: torch.device) -> int:
     return 512 if device.type == "cpu" else 4096
 
 
-def is_one_tile(lists: LabelLists, device: torch.device) -> bool:
-    """Whether all scores of the lists fit in one tile."""
-    return len(lists.query_order) * len(lists.candidate_order) <= tile_side(device) ** 2
+def is_one_tile(queries: int, candidates: int, device: torch.device) -> bool:
+    """Whether all scores fit in one tile."""
+    return queries * candidates <= tile_side(device) ** 2
 
 
 def split(stop: int, size: int, start: int = 0) -> list[slice]:
@@ -39,288 +40,287 @@ def split(stop: int, size: int, start: int = 0) -> list[slice]:
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
-def _within(columns: Tensor, valid: Tensor, panel: slice) -> tuple[Tensor, Tensor]:
-    """Which real columns lie in a panel, and all columns' places there, those elsewhere at an end."""
-    here = valid & (columns >= panel.start) & (columns < panel.stop)
-    return here, (columns - panel.start).clamp(0, panel.stop - panel.start - 1)
+def _within(columns: Tensor, valid: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Which valid columns lie in a column block, and the offset of every column there, clamped to the block."""
+    here = valid & (columns >= block.start) & (columns < block.stop)
+    return here, (columns - block.start).clamp(0, block.stop - block.start - 1)
 
 
-class TiledDoor(ABC):
-    """Lets a ranker see every tile, once to count and once to pull."""
+@dataclass(frozen=True)
+class Tile:
+    """A tile of scores with its rows as queries; what is not ranked holds -inf."""
 
-    chunks: list[slice]
+    scores: Tensor  # [B, Z]
+    block: int  # row block of its queries
+    key: int  # identifies the tile: the same number in forward and backward
+
+
+@dataclass(frozen=True)
+class TilePair:
+    """A tile, and its transpose where the same rows are queries and candidates."""
+
+    tiles: list[Tile]
+    rows: Any
+    columns: slice
+    queries: Any = None  # the embeddings whose product the tile is
+    candidates: Any = None
+
+
+class TiledSource(ABC):
+    """Shows a ranker every tile, once to count and once for the gradient."""
+
+    row_blocks: list[slice]
 
     @abstractmethod
-    def _views(self) -> Iterator["View"]:
-        """Every tile of scores, what is not ranked hidden."""
+    def _tile_pairs(self) -> Iterator[TilePair]:
+        """Every tile of scores."""
 
     @abstractmethod
-    def _give(self, view: "View", gradients: list[Tensor]) -> None:
-        """Take the gradient of every side of a view."""
+    def _add_grad(self, pair: TilePair, gradients: list[Tensor]) -> None:
+        """Accumulate the gradients of the tiles of a pair."""
 
-    def count(self, ranker: Ranker, prepared: list[Any], seed: int) -> list[Tensor]:
-        counts: list[Any] = [None] * len(self.chunks)
-        for view in self._views():
-            for side in view.sides:
-                part = ranker.count(side.tile, prepared[side.chunk], seed + side.key)
-                counts[side.chunk] = _sum(counts[side.chunk], part)
+    def count(self, ops: Ranker, thresholds: list[Any], seed: int) -> list[Tensor]:
+        counts: list[Any] = [None] * len(self.row_blocks)
+        for pair in self._tile_pairs():
+            for tile in pair.tiles:
+                part = ops.count_tile(tile.scores, thresholds[tile.block], seed + tile.key)
+                counts[tile.block] = _sum(counts[tile.block], part)
         return counts
 
-    def pull(self, ranker: Ranker, prepared: list[Any], aimed: list[Any], seed: int) -> list[Tensor | None]:
-        pulled: list[Tensor | None] = [None] * len(self.chunks)
-        for view in self._views():
+    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
+        d_thresholds: list[Tensor | None] = [None] * len(self.row_blocks)
+        for pair in self._tile_pairs():
             gradients = []
-            for side in view.sides:
-                gradient, part = ranker.pull(side.tile, prepared[side.chunk], aimed[side.chunk], seed + side.key)
-                pulled[side.chunk] = None if part is None else _sum(pulled[side.chunk], part)
+            for tile in pair.tiles:
+                block = tile.block
+                gradient, part = ops.tile_backward(tile.scores, thresholds[block], rank_grads[block], seed + tile.key)
+                d_thresholds[block] = None if part is None else _sum(d_thresholds[block], part)
                 gradients.append(gradient)
-            self._give(view, gradients)
-        return pulled
+            self._add_grad(pair, gradients)
+        return d_thresholds
 
 
 def _sum(total: Tensor | None, part: Tensor) -> Tensor:
-    """What one more tile makes of a total. Integers of a tile may be narrow, those of all tiles are not."""
+    """A running sum over tiles. Integers of one tile may be narrow, those of all tiles are not."""
     if total is None:
         return part.to(torch.promote_types(part.dtype, torch.int64))
     return total.add_(part)
 
 
-@dataclass(frozen=True)
-class Side:
-    """A tile of scores with its rows as queries."""
+class EmbeddingRows(Protocol):
+    """Embeddings in class order, read by slices; gradients are added by slices."""
 
-    tile: Tensor
-    chunk: int
-    key: int  # names the tile: the same number in forward and backward
+    def read(self, rows: slice) -> Tensor: ...
 
+    def zero_grad(self) -> None: ...
 
-@dataclass(frozen=True)
-class View:
-    """A tile, and its mirror image where the same rows are queries and candidates."""
+    def add_grad(self, rows: slice, gradient: Tensor) -> None: ...
 
-    sides: list[Side]
-    rows: Any
-    columns: slice
-    queries: Any = None  # the rows of an embedding door that made the tile
-    candidates: Any = None
-
-
-class Rows(Protocol):
-    """Embeddings in class order, taken by slices; gradients go back by slices."""
-
-    def take(self, rows: slice) -> Tensor: ...
-
-    def clear(self) -> None:
-        """Begin to collect a gradient."""
-
-    def give(self, rows: slice, gradient: Tensor) -> None: ...
-
-    def d_base(self) -> Tensor:
-        """The gradient collected, in the caller's order."""
+    def base_grad(self) -> Tensor:
+        """The accumulated gradient, in the caller's order."""
         ...
 
 
-class PlainRows:
+class DenseRows:
     """The embeddings themselves."""
 
     def __init__(self, base: Tensor, order: Tensor) -> None:
         self.order = order
         self.values = base[order]
 
-    def take(self, rows: slice) -> Tensor:
+    def read(self, rows: slice) -> Tensor:
         return self.values[rows]
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         self.gradient = torch.zeros_like(self.values)
 
-    def give(self, rows: slice, gradient: Tensor) -> None:
+    def add_grad(self, rows: slice, gradient: Tensor) -> None:
         self.gradient[rows] += gradient
 
-    def d_base(self) -> Tensor:
+    def base_grad(self) -> Tensor:
         return torch.empty_like(self.gradient).index_copy_(0, self.order, self.gradient)
 
 
 class MixedRows:
-    """Rows alpha * base[first] + (1 - alpha) * base[second], made when they are taken and never stored."""
+    """Rows alpha * base[first] + (1 - alpha) * base[second], mixed when they are read and never stored."""
 
     def __init__(self, base: Tensor, order: Tensor, first: Tensor, second: Tensor, alpha: Tensor) -> None:
         self.base = base
         self.first, self.second = first[order], second[order]
         self.alpha = alpha[order, None].to(base.dtype)
 
-    def clear(self) -> None:
-        self.gradient = torch.zeros_like(self.base)
-
-    def take(self, rows: slice) -> Tensor:
+    def read(self, rows: slice) -> Tensor:
         return torch.lerp(self.base[self.second[rows]], self.base[self.first[rows]], self.alpha[rows])
 
-    def give(self, rows: slice, gradient: Tensor) -> None:
+    def zero_grad(self) -> None:
+        self.gradient = torch.zeros_like(self.base)
+
+    def add_grad(self, rows: slice, gradient: Tensor) -> None:
         # index_put_ and not index_add_: on a GPU it adds in a fixed order
         self.gradient.index_put_((self.first[rows],), gradient * self.alpha[rows], accumulate=True)
         self.gradient.index_put_((self.second[rows],), gradient * (1 - self.alpha[rows]), accumulate=True)
 
-    def d_base(self) -> Tensor:
+    def base_grad(self) -> Tensor:
         return self.gradient
 
 
 @dataclass(frozen=True)
-class Block:
-    """A few queries and an interval of candidates that holds relevant items of theirs."""
+class PositiveBlock:
+    """A few queries and an interval of candidates that holds positives of theirs."""
 
     rows: slice
     columns: slice
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How labels cut the work into tiles. Made once for forward and backward."""
+class TileLayout:
+    """How relevance cuts the work into tiles. Made once for forward and backward."""
 
-    lists: LabelLists
-    chunks: list[slice]  # of queries
-    panels: list[slice]  # of candidates
-    bands: list[tuple[int, int, int]]  # per chunk: most relevant items of a query, and the columns where `hide` matters
-    blocks: list[list[Block]]  # per chunk: where the relevant items are, more finely
+    relevance: IntervalRelevance
+    row_blocks: list[slice]
+    column_blocks: list[slice]
+    extents: list[tuple[int, int, int]]  # per row block: most positives of a query, and the columns where `hide_` matters
+    positive_blocks: list[list[PositiveBlock]]  # per row block: where the positives are, more finely
 
     @classmethod
-    def of(cls, lists: LabelLists, device: torch.device) -> "Layout":
+    def of(cls, relevance: IntervalRelevance, device: torch.device) -> "TileLayout":
         side = tile_side(device)
-        chunks = split(len(lists.query_order), side)
-        fine = [split(chunk.stop, max(side // 8, 1), chunk.start) for chunk in chunks]
-        # from where the labels are: labels that stay on the host spare a GPU the wait for this
-        bands = iter(lists.bands([*chunks, *(rows for rows_of_chunk in fine for rows in rows_of_chunk)]))
-        coarse = [next(bands) for _ in chunks]
-        blocks = [
-            [Block(rows, panel) for rows, (width, first, last) in zip(of_chunk, bands, strict=False) if width
-             for panel in split(last, side, first)]
-            for of_chunk in fine
+        row_blocks = split(len(relevance.query_order), side)
+        fine = [split(rows.stop, max(side // 8, 1), rows.start) for rows in row_blocks]
+        # read where the labels are: with labels on the host a GPU is not synchronised
+        extents = iter(relevance.extents([*row_blocks, *(rows for of_block in fine for rows in of_block)]))
+        coarse = [next(extents) for _ in row_blocks]
+        positive_blocks = [
+            [PositiveBlock(rows, columns) for rows, (width, first, last) in zip(of_block, extents, strict=False) if width
+             for columns in split(last, side, first)]
+            for of_block in fine
         ]  # fmt: skip
-        return cls(lists.to(device), chunks, split(len(lists.candidate_order), side), coarse, blocks)
+        column_blocks = split(len(relevance.candidate_order), side)
+        return cls(relevance.to(device), row_blocks, column_blocks, coarse, positive_blocks)
 
 
-class EmbeddingDoor(TiledDoor):
-    """Scores are dot products. With one set of rows in both roles a product serves a tile and its mirror image."""
+class EmbeddingScores(TiledSource):
+    """Scores are dot products. With one set of rows in both roles a product serves a tile and its transpose."""
 
-    def __init__(self, queries: Rows, candidates: Rows, layout: Layout) -> None:
+    def __init__(self, queries: EmbeddingRows, candidates: EmbeddingRows, layout: TileLayout) -> None:
         self.queries, self.candidates = queries, candidates
-        self.layout, self.lists, self.chunks = layout, layout.lists, layout.chunks
-        self.order = layout.lists.query_order
-        self.mirrored = queries is candidates
+        self.layout, self.relevance, self.row_blocks = layout, layout.relevance, layout.row_blocks
+        self.query_order = layout.relevance.query_order
+        self.symmetric = queries is candidates
 
-    def relevant(self, chunk: int) -> Relevant:
-        rows = self.chunks[chunk]
-        columns, valid = self.lists.relevant_columns(rows, self.layout.bands[chunk][0])
-        queries = self.queries.take(rows)
+    def positives(self, block: int) -> PositiveScores:
+        rows = self.row_blocks[block]
+        columns, valid = self.relevance.positives(rows, self.layout.extents[block][0])
+        queries = self.queries.read(rows)
         scores = queries.new_full(columns.shape, torch.inf)
-        for block in self.layout.blocks[chunk]:
-            local = slice(block.rows.start - rows.start, block.rows.stop - rows.start)
-            tile = queries[local] @ self.candidates.take(block.columns).t()
-            here, at = _within(columns[local], valid[local], block.columns)
+        for part in self.layout.positive_blocks[block]:
+            local = slice(part.rows.start - rows.start, part.rows.stop - rows.start)
+            tile = queries[local] @ self.candidates.read(part.columns).t()
+            here, at = _within(columns[local], valid[local], part.columns)
             scores[local] = torch.where(here, tile.gather(1, at), scores[local])
-        num_candidates = len(self.lists.candidate_order)
-        return Relevant(
+        num_candidates = len(self.relevance.candidate_order)
+        return PositiveScores(
             scores=scores,
             valid=valid,
             gains=None,
-            num_relevant=self.lists.num_relevant[rows],
-            list_length=self.lists.list_length[rows],
+            num_relevant=self.relevance.num_relevant[rows],
+            list_length=self.relevance.list_length[rows],
             rank_dtype=torch.float64 if num_candidates > EXACT_FLOAT32 else scores.dtype,
         )
 
-    def _views(self) -> Iterator[View]:
-        panels = self.layout.panels
-        for i, rows in enumerate(self.chunks):
-            queries = self.queries.take(rows)
-            _, first, last = self.layout.bands[i]
-            for z, columns in enumerate(panels):
-                if self.mirrored and z < i:
-                    continue  # the mirror image of a tile that was visited
-                candidates = self.candidates.take(columns)
-                tile = queries @ candidates.t()
+    def _tile_pairs(self) -> Iterator[TilePair]:
+        column_blocks = self.layout.column_blocks
+        for i, rows in enumerate(self.row_blocks):
+            queries = self.queries.read(rows)
+            _, first, last = self.layout.extents[i]
+            for z, columns in enumerate(column_blocks):
+                if self.symmetric and z < i:
+                    continue  # the transpose of a tile that was visited
+                candidates = self.candidates.read(columns)
+                scores = queries @ candidates.t()
                 if columns.start < last and columns.stop > first:
-                    self.lists.hide(tile, rows, columns)
-                sides = [Side(tile, i, i * len(panels) + z)]
-                if self.mirrored and i != z:
-                    sides.append(Side(tile.t(), z, z * len(panels) + i))
-                yield View(sides, rows, columns, queries, candidates)
+                    self.relevance.hide_(scores, rows, columns)
+                tiles = [Tile(scores, i, i * len(column_blocks) + z)]
+                if self.symmetric and i != z:
+                    tiles.append(Tile(scores.t(), z, z * len(column_blocks) + i))
+                yield TilePair(tiles, rows, columns, queries, candidates)
 
-    def pull(self, ranker: Ranker, prepared: list[Any], aimed: list[Any], seed: int) -> list[Tensor | None]:
-        self.queries.clear()
-        self.candidates.clear()
-        return super().pull(ranker, prepared, aimed, seed)
+    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
+        self.queries.zero_grad()
+        self.candidates.zero_grad()
+        return super().backward(ops, thresholds, rank_grads, seed)
 
-    def _give(self, view: View, gradients: list[Tensor]) -> None:
+    def _add_grad(self, pair: TilePair, gradients: list[Tensor]) -> None:
         gradient = gradients[0] if len(gradients) == 1 else gradients[0].add_(gradients[1].t())
-        self.queries.give(view.rows, gradient @ view.candidates)
-        self.candidates.give(view.columns, gradient.t() @ view.queries)
+        self.queries.add_grad(pair.rows, gradient @ pair.candidates)
+        self.candidates.add_grad(pair.columns, gradient.t() @ pair.queries)
 
-    def gradients(self, d_relevant: list[Tensor]) -> tuple[Tensor, ...]:
-        for chunk, (rows, d_scores) in enumerate(zip(self.chunks, d_relevant, strict=True)):
-            columns, valid = self.lists.relevant_columns(rows, self.layout.bands[chunk][0])
-            queries = self.queries.take(rows)
-            for block in self.layout.blocks[chunk]:
-                local = slice(block.rows.start - rows.start, block.rows.stop - rows.start)
-                here, at = _within(columns[local], valid[local], block.columns)
-                gradient = d_scores.new_zeros(len(here), block.columns.stop - block.columns.start)
+    def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
+        for block, (rows, d_scores) in enumerate(zip(self.row_blocks, d_positives, strict=True)):
+            columns, valid = self.relevance.positives(rows, self.layout.extents[block][0])
+            queries = self.queries.read(rows)
+            for part in self.layout.positive_blocks[block]:
+                local = slice(part.rows.start - rows.start, part.rows.stop - rows.start)
+                here, at = _within(columns[local], valid[local], part.columns)
+                gradient = d_scores.new_zeros(len(here), part.columns.stop - part.columns.start)
                 gradient.scatter_add_(1, at, torch.where(here, d_scores[local], 0))
-                candidates = self.candidates.take(block.columns)
-                self._give(View([], block.rows, block.columns, queries[local], candidates), [gradient])
-        return (self.queries.d_base(),) if self.mirrored else (self.queries.d_base(), self.candidates.d_base())
+                candidates = self.candidates.read(part.columns)
+                self._add_grad(TilePair([], part.rows, part.columns, queries[local], candidates), [gradient])
+        return (self.queries.base_grad(),) if self.symmetric else (self.queries.base_grad(), self.candidates.base_grad())
 
 
-class ScoreDoor(TiledDoor):
+class GivenScores(TiledSource):
     """Scores are given as a matrix, one list per row."""
 
-    fused = False  # whether kernels compare the relevant items with each other, see `Relevant`
-
-    def __init__(self, scores: Tensor, lists: ScoreLists) -> None:
-        self.scores, self.lists = scores, lists
-        self.order = lists.query_order
+    def __init__(self, scores: Tensor, relevance: MaskRelevance) -> None:
+        self.scores, self.relevance = scores, relevance
+        self.query_order = relevance.query_order
         self.dtype = torch.promote_types(scores.dtype, torch.float32)
         side = tile_side(scores.device)
-        self.chunks = split(scores.shape[0], side)
-        self.widths = lists.most_relevant(self.chunks)
+        self.row_blocks = split(scores.shape[0], side)
+        self.widths = relevance.widths(self.row_blocks)
         width = side * max(side // scores.shape[0], 1)
-        # a tile also costs a few passes over the relevant items, so it is to hold as many scores
-        self.panels = split(scores.shape[1], max(width, min(max(self.widths), WIDEST_TILE)))
+        # a tile also costs a few passes over the positives, so it should hold at least as many scores
+        self.column_blocks = split(scores.shape[1], max(width, min(max(self.widths), WIDEST_TILE)))
 
-    def relevant(self, chunk: int) -> Relevant:
-        rows = self.lists.rows(self.chunks[chunk])
-        columns, valid = self.lists.relevant_columns(rows, self.widths[chunk])
-        scores, grades = self.lists.at(self.scores, rows, columns).to(self.dtype), self.lists.grades
-        return Relevant(
-            scores=scores if self.lists.single else scores.masked_fill_(~valid, torch.inf),
-            full=self.lists.single,
-            fused=self.fused,
+    def positives(self, block: int) -> PositiveScores:
+        rows = self.relevance.rows(self.row_blocks[block])
+        columns, valid = self.relevance.positives(rows, self.widths[block])
+        scores, grades = self.relevance.gather(self.scores, rows, columns).to(self.dtype), self.relevance.grades
+        return PositiveScores(
+            scores=scores if self.relevance.single else scores.masked_fill_(~valid, torch.inf),
+            full=self.relevance.single,
             valid=valid,
-            gains=None if grades is None else self.lists.at(grades, rows, columns).to(self.dtype),
-            num_relevant=self.lists.num_relevant[rows],
-            list_length=self.lists.list_length[rows],
+            gains=None if grades is None else self.relevance.gather(grades, rows, columns).to(self.dtype),
+            num_relevant=self.relevance.num_relevant[rows],
+            list_length=self.relevance.list_length[rows],
             rank_dtype=torch.float64 if self.scores.shape[1] > EXACT_FLOAT32 else self.dtype,
         )
 
-    def _views(self) -> Iterator[View]:
-        for i, chunk in enumerate(self.chunks):
-            rows = self.lists.rows(chunk)
-            for z, columns in enumerate(self.panels):
-                tile = self.scores[rows, columns].to(self.dtype).masked_fill(self.lists.hidden(rows, columns), -torch.inf)
-                yield View([Side(tile, i, i * len(self.panels) + z)], rows, columns)
+    def _tile_pairs(self) -> Iterator[TilePair]:
+        for i, block in enumerate(self.row_blocks):
+            rows = self.relevance.rows(block)
+            for z, columns in enumerate(self.column_blocks):
+                tile = self.scores[rows, columns].to(self.dtype)
+                tile = tile.masked_fill(self.relevance.hidden(rows, columns), -torch.inf)
+                yield TilePair([Tile(tile, i, i * len(self.column_blocks) + z)], rows, columns)
 
-    def pull(self, ranker: Ranker, prepared: list[Any], aimed: list[Any], seed: int) -> list[Tensor | None]:
+    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
         self.d_scores = torch.empty_like(self.scores)
-        return super().pull(ranker, prepared, aimed, seed)
+        return super().backward(ops, thresholds, rank_grads, seed)
 
-    def _give(self, view: View, gradients: list[Tensor]) -> None:
-        self.d_scores[view.rows, view.columns] = gradients[0].to(self.scores.dtype)
+    def _add_grad(self, pair: TilePair, gradients: list[Tensor]) -> None:
+        self.d_scores[pair.rows, pair.columns] = gradients[0].to(self.scores.dtype)
 
-    def gradients(self, d_relevant: list[Tensor]) -> tuple[Tensor, ...]:
-        for chunk, width, d_scores in zip(self.chunks, self.widths, d_relevant, strict=True):
-            rows = self.lists.rows(chunk)
-            columns, valid = self.lists.relevant_columns(rows, width)
-            given = d_scores.to(self.scores.dtype)
+    def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
+        for block, width, d_scores in zip(self.row_blocks, self.widths, d_positives, strict=True):
+            rows = self.relevance.rows(block)
+            columns, valid = self.relevance.positives(rows, width)
+            gradient = d_scores.to(self.scores.dtype)
             if isinstance(rows, slice):
-                self.d_scores[0].index_copy_(0, columns[0], given[0])
+                self.d_scores[0].index_copy_(0, columns[0], gradient[0])
             else:
-                # relevant entries are hidden in the tiles and so are 0 until now; padding adds 0
+                # positives are hidden in the tiles, so their gradient is 0 until now; padding adds 0
                 at = (rows[:, None].expand_as(columns), columns)
-                self.d_scores.index_put_(at, torch.where(valid, given, 0), accumulate=True)
+                self.d_scores.index_put_(at, torch.where(valid, gradient, 0), accumulate=True)
         return (self.d_scores,)

@@ -53,8 +53,8 @@ class Buckets:
 
     def __call__(self, scores: Tensor) -> Tensor:
         """[B * Z] int32 bucket of each score, counted through all rows."""
-        place = (scores - self.top).mul_(self.per_score).clamp_(-1, self.per_row - 2).add_(1)
-        bucket = place.to(torch.int32).clamp_(min=0)  # a NaN may land anywhere inside
+        position = (scores - self.top).mul_(self.per_score).clamp_(-1, self.per_row - 2).add_(1)
+        bucket = position.to(torch.int32).clamp_(min=0)  # a NaN may land anywhere inside
         if len(scores) > 1:
             bucket += torch.arange(0, len(scores) * self.per_row, self.per_row, dtype=torch.int32, device=scores.device)[
                 :, None
@@ -63,46 +63,50 @@ class Buckets:
 
 
 @dataclass(frozen=True)
-class Table:
+class BucketTable:
     """What a bucket knows of the thresholds of its row: how many lie above it, and whether it holds any.
 
-    A place is a threshold's position in `ladder`, where the rows stand one after another in descending order.
+    A position is an index into `sorted_thresholds`, where the rows follow one another in descending order.
     """
 
-    place: Tensor  # [B * buckets] int32 place of the first threshold that is not above the bucket, inverted where it holds any
-    ladder: Tensor  # [B * stride] a row ends with NaN, which is above nothing, as far as a search can reach
+    position: (
+        Tensor  # [B * buckets] int32 position of the first threshold that is not above the bucket, inverted where it holds any
+    )
+    sorted_thresholds: Tensor  # [B * stride] a row ends with NaN, which is above nothing, as far as a search can reach
     stride: int
     steps: list[int]  # of a search in an ordinary bucket, which finds at most their sum
     far_steps: list[int]  # of a search that goes on from there in the fullest bucket
 
     @classmethod
-    def of(cls, descending: Tensor, buckets: Buckets) -> "Table":
+    def of(cls, descending: Tensor, buckets: Buckets) -> "BucketTable":
         rows, width = descending.shape
         home = buckets(descending).long()
         held = torch.zeros(rows * buckets.per_row, dtype=torch.int32, device=descending.device)
         held.scatter_add_(0, home, torch.ones((), dtype=torch.int32, device=descending.device).expand_as(home))
         steps, far_steps = _steps(min(int(held.max()), ORDINARY)), _steps(max(int(held.max()) - ORDINARY, 0))
         reach = sum(steps) + sum(far_steps)
-        place = held.cumsum(0, dtype=torch.int32).sub_(held)
+        position = held.cumsum(0, dtype=torch.int32).sub_(held)
         if rows > 1:
-            place.view(rows, -1).add_(torch.arange(0, rows * reach, reach, dtype=torch.int32, device=held.device)[:, None])
-        place.bitwise_xor_(held.clamp_(max=1).neg_())
-        ladder = torch.nn.functional.pad(descending, (0, reach), value=torch.nan).view(-1)
-        return cls(place, ladder, width + reach, steps, far_steps)
+            position.view(rows, -1).add_(torch.arange(0, rows * reach, reach, dtype=torch.int32, device=held.device)[:, None])
+        position.bitwise_xor_(held.clamp_(max=1).neg_())
+        sorted_thresholds = torch.nn.functional.pad(descending, (0, reach), value=torch.nan).view(-1)
+        return cls(position, sorted_thresholds, width + reach, steps, far_steps)
 
-    def search(self, place: Tensor, scores: Tensor) -> Tensor:
-        """Exact places from those of the buckets. Thresholds of later buckets are not above, so a search needs no end."""
-        first = torch.maximum(place, ~place)
-        place = self._climb(first.clone(), scores, self.steps)
+    def search(self, position: Tensor, scores: Tensor) -> Tensor:
+        """Exact positions from those of the buckets. Thresholds of later buckets are not above, so a search needs no end."""
+        first = torch.maximum(position, ~position)
+        position = self._binary_search(first.clone(), scores, self.steps)
         if self.far_steps:
-            far = (place.sub(first) == ORDINARY).nonzero().view(-1)
-            place.index_copy_(0, far, self._climb(place.index_select(0, far), scores.index_select(0, far), self.far_steps))
-        return place
+            far = (position.sub(first) == ORDINARY).nonzero().view(-1)
+            position.index_copy_(
+                0, far, self._binary_search(position.index_select(0, far), scores.index_select(0, far), self.far_steps)
+            )
+        return position
 
-    def _climb(self, place: Tensor, scores: Tensor, steps: list[int]) -> Tensor:
+    def _binary_search(self, position: Tensor, scores: Tensor, steps: list[int]) -> Tensor:
         for step in steps:
-            place.add_(self.ladder[step - 1 :].index_select(0, place) > scores, alpha=step)
-        return place
+            position.add_(self.sorted_thresholds[step - 1 :].index_select(0, position) > scores, alpha=step)
+        return position
 
 
 def _steps(most: int) -> list[int]:
@@ -113,13 +117,13 @@ def _steps(most: int) -> list[int]:
 class Thresholds:
     """Rows of thresholds [B, P], asked about tiles of scores [B, Z]. Answers are exact integers whatever the order."""
 
-    def __init__(self, values: Tensor, before: "Thresholds | None" = None) -> None:
-        self.values, self.before = values, before
+    def __init__(self, values: Tensor, unperturbed: "Thresholds | None" = None) -> None:
+        self.values, self.unperturbed = values, unperturbed
         self.few = values.shape[1] <= FEW_THRESHOLDS
 
-    def moved(self, values: Tensor) -> "Thresholds":
+    def perturbed(self, values: Tensor) -> "Thresholds":
         """The same thresholds at other values, with the buckets of these."""
-        return Thresholds(values, before=self)
+        return Thresholds(values, unperturbed=self)
 
     @cached_property
     def columns(self) -> Tensor:
@@ -134,33 +138,33 @@ class Thresholds:
     @cached_property
     def ranks(self) -> Tensor:
         """[B, P] int32 rank of each threshold in its row, 1 for the highest; of equal ones the first is ahead."""
-        places = torch.arange(1, self.values.shape[1] + 1, dtype=torch.int32, device=self.values.device)
-        return self.as_given(places.expand_as(self.values))
+        positions = torch.arange(1, self.values.shape[1] + 1, dtype=torch.int32, device=self.values.device)
+        return self.unsorted(positions.expand_as(self.values))
 
-    def as_given(self, ordered: Tensor) -> Tensor:
+    def unsorted(self, ordered: Tensor) -> Tensor:
         """[B, P] in the order of the values what is in `descending` order."""
         return torch.empty_like(ordered, memory_format=torch.contiguous_format).scatter_(1, self.descending[1], ordered)
 
     @cached_property
     def buckets(self) -> Buckets:
-        return Buckets.of(self.values) if self.before is None else self.before.buckets
+        return Buckets.of(self.values) if self.unperturbed is None else self.unperturbed.buckets
 
     @cached_property
-    def table(self) -> Table:
+    def table(self) -> BucketTable:
         values, order = self.descending
-        table = Table.of(values, self.buckets)
-        # the ladder holds the sorted values too, and one copy of them is enough
-        self.descending = table.ladder.view(len(values), -1)[:, : values.shape[1]], order
+        table = BucketTable.of(values, self.buckets)
+        # the table holds the sorted values too, and one copy of them is enough
+        self.descending = table.sorted_thresholds.view(len(values), -1)[:, : values.shape[1]], order
         return table
 
-    def reached_by(self, tile: Tensor) -> Tensor:
+    def num_reaching(self, tile: Tensor) -> Tensor:
         """[B, P] int32: how many scores of the row are at or above each threshold."""
         if self.few:
-            return self.reached_from([above.sum(dim=1) for above in self.compared(tile)], tile)
-        places = torch.empty(tile.shape, dtype=torch.int32, device=tile.device)
-        for columns, (place,) in _places(tile, self):
-            places[:, columns] = place
-        return self.tally(places)
+            return self.num_reaching_from([above.sum(dim=1) for above in self.compared(tile)], tile)
+        positions = torch.empty(tile.shape, dtype=torch.int32, device=tile.device)
+        for columns, (position,) in _positions(tile, self):
+            positions[:, columns] = position
+        return self.tally(positions)
 
     def above(self, tile: Tensor) -> Tensor:
         """[B, Z] in the tile's dtype: how many thresholds of the row lie above each score."""
@@ -169,30 +173,30 @@ class Thresholds:
             for above in self.compared(tile):
                 total += above
         else:
-            for columns, (place,) in _places(tile, self):
-                total[:, columns] = place.sub_(self.row_places)
+            for columns, (position,) in _positions(tile, self):
+                total[:, columns] = position.sub_(self.row_starts)
         return total
 
-    def passed_by(self, moved: "Thresholds", tile: Tensor) -> tuple[Tensor, Tensor]:
-        """What became of the answers when these thresholds `moved`, which must be `self.moved(...)`.
+    def crossings(self, perturbed: "Thresholds", tile: Tensor) -> tuple[Tensor, Tensor]:
+        """How the answers change when the thresholds move to `perturbed`, which must be `self.perturbed(...)`.
 
-        [B, Z] in the tile's dtype how many more of the row are above each score than before, and `moved.reached_by(tile)`.
+        [B, Z] in the tile's dtype how many more of the row are above each score, and `perturbed.num_reaching(tile)`.
         """
         change = torch.zeros_like(tile)
         if self.few:
             below = []
-            for above in moved.compared(tile):
+            for above in perturbed.compared(tile):
                 change += above
                 below.append(above.sum(dim=1))
             for above in self.compared(tile):
                 change -= above
-            return change, moved.reached_from(below, tile)
-        places = torch.empty(tile.shape, dtype=torch.int32, device=tile.device)
-        offset = moved.row_places - self.row_places
-        for columns, (before, after) in _places(tile, self, moved):
-            places[:, columns] = after
+            return change, perturbed.num_reaching_from(below, tile)
+        positions = torch.empty(tile.shape, dtype=torch.int32, device=tile.device)
+        offset = perturbed.row_starts - self.row_starts
+        for columns, (before, after) in _positions(tile, self, perturbed):
+            positions[:, columns] = after
             change[:, columns] = after.sub_(before).sub_(offset)
-        return change, moved.tally(places)
+        return change, perturbed.tally(positions)
 
     def compared(self, tile: Tensor) -> Iterator[Tensor]:
         """[B, Z] for every threshold 1 where it is above the score, all in the same memory."""
@@ -200,29 +204,29 @@ class Thresholds:
         for column in self.columns:
             yield torch.gt(column[:, None], tile, out=above)
 
-    def reached_from(self, below: list[Tensor], tile: Tensor) -> Tensor:
+    def num_reaching_from(self, below: list[Tensor], tile: Tensor) -> Tensor:
         """[B, P] int32 scores that reach each threshold, from those below it; a float counts a tile of up to 2**24 exactly."""
         rows, width = tile.shape
         return width - torch.stack(below, dim=1).int() if below else self.values.new_zeros(rows, 0, dtype=torch.int32)
 
     @cached_property
-    def row_places(self) -> Tensor:
-        """[B, 1] int32 where the rows begin in the table's ladder."""
+    def row_starts(self) -> Tensor:
+        """[B, 1] int32 where the rows begin in `table.sorted_thresholds`."""
         stride = self.table.stride
         return torch.arange(0, len(self.values) * stride, stride, dtype=torch.int32, device=self.values.device)[:, None]
 
-    def tally(self, places: Tensor) -> Tensor:
-        """[B, P] int32 scores that reach each threshold, from the places of all scores."""
+    def tally(self, positions: Tensor) -> Tensor:
+        """[B, P] int32 scores that reach each threshold, from the positions of all scores."""
         rows, width = self.values.shape
-        tally = torch.bincount(places.view(-1), minlength=rows * self.table.stride).view(rows, -1)[:, :width]
-        # a score reaches the threshold at its place and all after it
-        return self.as_given(tally.cumsum(dim=1, dtype=torch.int32))
+        tally = torch.bincount(positions.view(-1), minlength=rows * self.table.stride).view(rows, -1)[:, :width]
+        # a score reaches the threshold at its position and all after it
+        return self.unsorted(tally.cumsum(dim=1, dtype=torch.int32))
 
 
-def _places(tile: Tensor, *sets: Thresholds) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Blocks of columns, and for every set, all with the same buckets, the [B, z] int32 places of their scores.
+def _positions(tile: Tensor, *sets: Thresholds) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Blocks of columns, and for every set, all with the same buckets, the [B, z] int32 positions of their scores.
 
-    The place of a score is that of the first threshold that is not above it.
+    The position of a score is that of the first threshold that is not above it.
     """
     rows, width = tile.shape
     step = max((BLOCK_ON_CPU if tile.device.type == "cpu" else BLOCK) // rows, 1)
@@ -230,10 +234,10 @@ def _places(tile: Tensor, *sets: Thresholds) -> Iterator[tuple[slice, list[Tenso
         columns = slice(start, start + step)
         scores = tile[:, columns].contiguous()
         bucket = sets[0].buckets(scores)
-        places = [t.table.place.index_select(0, bucket) for t in sets]
-        occupied = (places[0] if len(places) == 1 else places[0] | places[1]) < 0
+        positions = [t.table.position.index_select(0, bucket) for t in sets]
+        occupied = (positions[0] if len(positions) == 1 else positions[0] | positions[1]) < 0
         shared = occupied.nonzero().view(-1)
         searched = scores.view(-1).index_select(0, shared)
-        for place, t in zip(places, sets, strict=True):
-            place.index_copy_(0, shared, t.table.search(place.index_select(0, shared), searched))
-        yield columns, [place.view(scores.shape) for place in places]
+        for position, t in zip(positions, sets, strict=True):
+            position.index_copy_(0, shared, t.table.search(position.index_select(0, shared), searched))
+        yield columns, [position.view(scores.shape) for position in positions]

@@ -1,1 +1,1 @@
-"""The embedding door on a GPU: tiles of scores that never leave the chip."""
+"""Triton kernels: tiles of scores that never leave the chip."""

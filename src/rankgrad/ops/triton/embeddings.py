@@ -1,96 +1,166 @@
-"""The embedding door of the fused kernels: what is launched, over which rows, and what is kept."""
+"""Scores of embeddings by the fused kernels: operands, launches, and what is kept between the passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Relevant, Sigmoid
-from rankgrad.ops.relevance import LabelLists
-from rankgrad.ops.triton import embedding_kernels
-from rankgrad.ops.triton.operands import TILE, WIDEST, Operands, Precision, add_product, padded, scale_of
+from rankgrad.ops import relevance as relevance_module
+from rankgrad.ops.autograd import PositiveScores
+from rankgrad.ops.relevance import IntervalRelevance, rounded_width
+from rankgrad.ops.triton.embedding_kernels import (
+    BACKWARD_TILES,
+    COUNT_TILES,
+    MANY_THRESHOLDS,
+    SPLIT_BACKWARD_TILES,
+    SPLIT_COUNT_TILES,
+    STEP,
+    STRIPE,
+    TILE,
+    WIDEST,
+    Tiles,
+    backward_kernel,
+    count_kernel,
+    gather_kernel,
+    normalize_bwd_kernel,
+    normalize_kernel,
+    operand_kernel,
+    positives_kernel,
+    tile_for,
+)
+from rankgrad.ops.triton.lowerings import BackwardArgs, Lowering
 
-# Tiles and schedules, best first, found by timing on an H200: an entry holds the shared memory it needs. A counting tile is
-# wider than a gradient tile, which needs registers for scores, powers and sums at once. They are not tuned at run time: to
-# compile one more candidate takes longer than a training step gains from it in a thousand calls.
-Tiles: TypeAlias = Sequence[tuple[int, dict[str, int]]]
-COUNT_TILES: Tiles = (
-    (190_000, {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}),
-    (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3}),
-    (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
-)
-SPLIT_COUNT_TILES: Tiles = (
-    (150_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
-    (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 2}),
-    (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
-)
-PULL_TILES: Tiles = (
-    (125_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 4}),
-    (99_000, {"BM": TILE, "BN": TILE // 4, "BK": 64, "num_warps": 4, "num_stages": 3}),
-    (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
-)
-SPLIT_PULL_TILES: Tiles = (
-    (125_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 4}),
-    (99_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 2}),
-    (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
-)
-STRIPE = 8
-
-# From here on comparisons with relevant items are the larger part of a tile's work, and smaller tiles hide more of it behind
-# the products; those with the edges of bins are too cheap for that.
-MANY_COMPARISONS = 8
-
-# Relevant pairs, padding included, below which all queries are one group: an objective then is one pass of small launches.
-ONE_GROUP = 2**22
+Precision = Literal["fast", "high"]
 
 # Most rows of the score gradient that exist at once, and most bytes of them: fewer rows leave an H200 idle in a product
 # with 512 columns, 4 GiB are their share of memory at a million candidates.
-CHUNK_ROWS = 4096
-CHUNK_BYTES = 2**32
+GRADIENT_ROWS = 4096
+GRADIENT_BYTES = 2**32
 
 # The gradient of scores is scaled so that its largest possible entry is here; float16 ends at 65,504.
 GRADIENT_PEAK = 2.0**14
 
+# float16 has 11 bits and is normal down to 6e-5: 64 times a unit vector's coordinates keeps their low parts normal too
+NORMALIZED_SCALE = 64.0
 
-def tile_for(tiles: Tiles, device: torch.device) -> dict[str, int]:
-    """The first tile whose needs the device meets."""
-    if device.type != "cuda":
-        return tiles[0][1]
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return next(tile for needed, tile in tiles if memory >= needed)
+# as torch.nn.functional.normalize has it: a row of zeros stays one
+SMALLEST_LENGTH = 1e-12
 
 
-def supports(ranker: Ranker) -> bool:
-    """Whether the kernels know this ranker."""
-    return isinstance(ranker, (Exact, Sigmoid, Histogram)) or (isinstance(ranker, Blackbox) and not ranker.margin_noise)
+def _padded(length: int, to: int) -> int:
+    """The least multiple of `to` that holds `length`."""
+    return -(-length // to) * to
 
 
-def rounded_width(most: int) -> int:
-    """Relevant items of a query, rounded up to one of 4 steps an octave so that few groups cover ragged classes."""
-    step = 1 << max(most.bit_length() - 3, 0)
-    return -(-most // step) * step
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        normalized, inverse = torch.empty_like(x), x.new_empty(len(x))
+        d = x.shape[1]
+        normalize_kernel[(len(x),)](
+            x=x, normalized=normalized, inverse=inverse, d=d, smallest=SMALLEST_LENGTH, BD=triton.next_power_of_2(d)
+        )
+        ctx.save_for_backward(normalized, inverse)
+        return normalized
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_normalized: Tensor) -> Tensor:
+        normalized, inverse = ctx.saved_tensors
+        d_x, d = torch.empty_like(normalized), normalized.shape[1]
+        normalize_bwd_kernel[(len(normalized),)](
+            normalized=normalized,
+            inverse=inverse,
+            d_normalized=d_normalized.contiguous(),
+            d_x=d_x,
+            d=d,
+            BD=triton.next_power_of_2(d),
+        )
+        return d_x
+
+
+def normalize(x: Tensor) -> Tensor:
+    """Rows of a float32 matrix divided by their length: one kernel forward and one backward, where torch takes a dozen."""
+    rows: Tensor = _Normalize.apply(x)
+    return rows
 
 
 @dataclass(frozen=True)
-class FusedLayout:
-    """Queries in groups of whole tiles with about as many relevant items."""
+class Operands:
+    """Embeddings as the kernels read them: float16, in class order, padded to whole tiles, in both roles of a product."""
 
-    lists: LabelLists
+    as_query: Tensor  # [rows, width]
+    as_candidate: Tensor  # [rows, width]
+    row_bias: Tensor  # [rows] what centring took from a query's scores
+    column_bias: Tensor  # [rows] and from a candidate's
+    parts: tuple[Tensor, ...]  # [items in whole tiles, d] high, and low where the precision is high, times `scale`
+    scale: Tensor  # [1]
+
+    @classmethod
+    def of(cls, base: Tensor, order: Tensor, mean: Tensor, scale: Tensor, precision: Precision) -> "Operands":
+        items, d = base.shape
+        split = precision == "high"
+        rows, step = _padded(items, WIDEST), _padded(d, STEP)
+        width = 3 * step if split else step
+
+        def new(columns: int) -> Tensor:
+            out = base.new_empty(rows, columns, dtype=torch.float16)
+            out[items:] = 0  # a padded row scores 0 and is hidden; uninitialised memory could hold NaN
+            return out
+
+        as_query = new(width)
+        as_candidate = new(width) if split else as_query
+        plain = as_query if split else new(step)
+        biases = base.new_zeros(2, rows)
+        operand_kernel[(items,)](
+            base=base,
+            order=order,
+            mean=mean,
+            scale=scale,
+            as_query=as_query,
+            as_candidate=as_candidate,
+            plain=plain,
+            row_bias=biases[0],
+            column_bias=biases[1],
+            d=d,
+            SPLIT=split,
+            DP=step,
+            BD=min(1024, 1 << (step - 1).bit_length()),
+        )
+        rows = _padded(items, TILE)
+        parts = (as_query[:rows, step : step + d], as_query[:rows, :d]) if split else (plain[:rows, :d],)
+        return cls(as_query, as_candidate, biases[0], biases[1], parts, scale)
+
+
+def operand_scale(base: Tensor, normalized: bool) -> Tensor:
+    """[1] power of two that brings coordinates to where float16 is dense; `normalized` says that rows have length 1."""
+    if normalized:
+        return torch.full((1,), NORMALIZED_SCALE, device=base.device)
+    largest = base.abs().amax().reshape(1).clamp(min=1e-30)
+    return torch.exp2(torch.floor(torch.log2(NORMALIZED_SCALE / largest)))
+
+
+@dataclass(frozen=True)
+class QueryGroups:
+    """Queries in groups of whole tiles with about as many positives."""
+
+    relevance: IntervalRelevance
     groups: list[slice]
     widths: list[int]
 
     @classmethod
-    def of(cls, lists: LabelLists, device: torch.device) -> "FusedLayout":
-        queries = len(lists.query_order)
+    def of(cls, relevance: IntervalRelevance, device: torch.device) -> "QueryGroups":
+        queries = len(relevance.query_order)
         short = -queries % TILE
-        per_tile = torch.nn.functional.pad(lists.num_relevant, (0, short)).view(-1, TILE).amax(dim=1).tolist()
-        if queries * max(per_tile) <= ONE_GROUP:
+        per_tile = torch.nn.functional.pad(relevance.num_relevant, (0, short)).view(-1, TILE).amax(dim=1).tolist()
+        if queries * max(per_tile) <= relevance_module.ONE_GROUP:
             # rounded like the width of a captured call, so that both sum in the same order
-            return cls(lists.to(device), [slice(0, queries)], [rounded_width(max(per_tile))])
+            return cls(relevance.to(device), [slice(0, queries)], [rounded_width(max(per_tile))])
         groups: list[slice] = []
         widths: list[int] = []
         for tile, most in enumerate(per_tile):
@@ -100,13 +170,14 @@ class FusedLayout:
             else:
                 groups.append(slice(tile * TILE, stop))
                 widths.append(width)
-        return cls(lists.to(device), groups, widths)
+        return cls(relevance.to(device), groups, widths)
 
     @cached_property
-    def spans(self) -> Tensor:
-        """[4, Q] int32 start, stop, own and number of relevant candidates, as the kernels read them."""
-        lists = self.lists
-        return torch.stack((lists.start, lists.stop, lists.own, lists.num_relevant)).int()
+    def intervals(self) -> dict[str, Tensor]:
+        """[Q] int32 each, as the kernels read them."""
+        r = self.relevance
+        stacked = torch.stack((r.start, r.stop, r.self_column, r.num_relevant)).int()
+        return dict(zip(("start", "stop", "self_index", "num_relevant"), stacked, strict=True))
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -114,76 +185,77 @@ class FusedLayout:
         parts, begin = [], 0
         for group, width in zip(self.groups, self.widths, strict=True):
             rows = group.stop - group.start
-            parts.append(torch.arange(rows, device=self.lists.start.device) * width + begin)
+            parts.append(torch.arange(rows, device=self.relevance.start.device) * width + begin)
             begin += rows * width
         return torch.cat(parts)
 
 
-class FusedDoor:
-    """Opened with queries and candidates in float32, or with one set of embeddings in both roles (`candidates` None)."""
+class FusedEmbeddingScores:
+    """Scores of queries and candidates in float32, or of one set of embeddings in both roles (`candidates` None)."""
 
     def __init__(
-        self, queries: Tensor, candidates: Tensor | None, layout: FusedLayout, precision: Precision, unit: bool
+        self, queries: Tensor, candidates: Tensor | None, layout: QueryGroups, precision: Precision, *, normalized: bool
     ) -> None:
         self.layout, self.precision = layout, precision
-        self.lists = lists = layout.lists
-        self.chunks, self.order = layout.groups, lists.query_order
-        self.mirrored = candidates is None
+        self.relevance = relevance = layout.relevance
+        self.row_blocks, self.query_order = layout.groups, relevance.query_order
+        self.symmetric = candidates is None
         self.bases: tuple[Tensor, ...] = (queries,) if candidates is None else (queries, candidates)
         others = queries if candidates is None else candidates
         mean = others.mean(dim=0) if precision == "fast" else others[0]
-        self.queries = Operands.of(queries, lists.query_order, mean, scale_of(queries, unit), precision)
+        self.queries = Operands.of(queries, relevance.query_order, mean, operand_scale(queries, normalized), precision)
         self.candidates = (
             self.queries
             if candidates is None
-            else Operands.of(others, lists.candidate_order, mean, scale_of(others, unit), precision)
+            else Operands.of(others, relevance.candidate_order, mean, operand_scale(others, normalized), precision)
         )
-        self.num_candidates = len(lists.candidate_order)
-        self.units: dict[float, tuple[Tensor, Tensor, Tensor]] = {}
-        self.slopes: list[Tensor] = []
-        self.centres: list[Tensor] = []
+        self.num_candidates = len(relevance.candidate_order)
+        self.scaled: dict[float, dict[str, Tensor]] = {}
+        self.kept: list[tuple[Tensor, Tensor] | None] = []  # per row block what a lowering keeps of its counts
         self.asm = queries.is_cuda
 
-    def _count_tile(self, width: int) -> dict[str, int]:
-        return self._tile(COUNT_TILES, SPLIT_COUNT_TILES, width)
-
-    def _tile(self, tiles: Tiles, split_tiles: Tiles, width: int) -> dict[str, int]:
-        if self.precision == "high":
-            return tile_for(split_tiles, self.order.device)
-        return tile_for(tiles[width >= MANY_COMPARISONS :], self.order.device)
-
-    def relevant(self, chunk: int) -> Relevant:
-        rows, width = self.chunks[chunk], self.layout.widths[chunk]
+    def positives(self, block: int) -> PositiveScores:
+        rows, width = self.row_blocks[block], self.layout.widths[block]
         count = rows.stop - rows.start
-        scores = torch.full((width, count), torch.inf, device=self.order.device)
+        scores = torch.full((width, count), torch.inf, device=self.query_order.device)
         if width:
-            embedding_kernels.relevant_kernel[(triton.cdiv(count, TILE),)](
-                *self._operands(1.0),
-                *self.layout.spans,
-                scores,
-                rows.start,
-                count,
-                width,
+            positives_kernel[(triton.cdiv(count, TILE),)](
+                **self._operands(1.0),
+                **self.layout.intervals,
+                out=scores,
+                first_row=rows.start,
+                num_rows=count,
+                P=width,
                 **self._shape,
-                **self._count_tile(width),
+                **self._tile(COUNT_TILES, SPLIT_COUNT_TILES, width),
             )
-        num_relevant = self.lists.num_relevant[rows]
-        return Relevant(
+        num_relevant = self.relevance.num_relevant[rows]
+        return PositiveScores(
             scores=scores.t().contiguous(),  # objectives work on rows
-            valid=torch.arange(width, device=self.order.device) < num_relevant[:, None],
+            valid=torch.arange(width, device=self.query_order.device) < num_relevant[:, None],
             gains=None,
             num_relevant=num_relevant,
-            list_length=self.lists.list_length[rows],
+            list_length=self.relevance.list_length[rows],
             rank_dtype=torch.float32,
-            fused=True,
         )
 
-    def _operands(self, unit: float) -> tuple[Tensor, ...]:
-        """What makes a score, in multiples of 1 / unit."""
-        if unit not in self.units:
+    def _tile(self, tiles: Tiles, split_tiles: Tiles, num_thresholds: int) -> dict[str, int]:
+        if self.precision == "high":
+            return tile_for(split_tiles, self.query_order.device)
+        return tile_for(tiles[num_thresholds >= MANY_THRESHOLDS :], self.query_order.device)
+
+    def _operands(self, score_scale: float) -> dict[str, Tensor]:
+        """What makes a score, in multiples of 1 / score_scale."""
+        if score_scale not in self.scaled:
             q, c = self.queries, self.candidates
-            self.units[unit] = (q.row_bias * unit, c.column_bias * unit, unit / (q.scale * c.scale))
-        return self.queries.as_query, self.candidates.as_candidate, *self.units[unit]
+            self.scaled[score_scale] = {
+                "queries": q.as_query,
+                "candidates": c.as_candidate,
+                "row_bias": q.row_bias * score_scale,
+                "column_bias": c.column_bias * score_scale,
+                "alpha": score_scale / (q.scale * c.scale),
+            }
+        return self.scaled[score_scale]
 
     @property
     def _shape(self) -> dict[str, Any]:
@@ -191,146 +263,131 @@ class FusedDoor:
 
     @property
     def _constants(self) -> dict[str, Any]:
-        return {"KEEP_OWN": self.lists.own_is_ranked, "ASM": self.asm, **self._shape}
+        return {"RANK_SELF": self.relevance.rank_self, "ASM": self.asm, **self._shape}
 
-    def count(self, ranker: Ranker, prepared: list[Any], seed: int) -> list[Tensor]:
-        self.slopes, self.centres = [], []
-        counts = []
-        for chunk, rows in enumerate(self.chunks):
-            comparisons, mode, unit = self._comparisons(ranker, prepared[chunk], rows)
-            width = ranker.bins if isinstance(ranker, Histogram) else self.layout.widths[chunk]
-            counts.append(self._count(rows, comparisons, width, mode, unit))
-        return counts
+    def count(self, ops: Lowering[Any], thresholds: list[Any], seed: int) -> list[Tensor]:
+        self.kept = []
+        return [self._count(ops, thresholds[block], block) for block in range(len(self.row_blocks))]
 
-    def _comparisons(self, ranker: Ranker, prepared: Any, rows: slice) -> tuple[Tensor, Any, float]:
-        """[E, rows] what scores are compared with, the kernel's mode, and the unit of scores."""
-        if isinstance(ranker, Sigmoid):
-            unit = 1.4426950408889634 / ranker.tau  # of base 2
-            return prepared * unit, embedding_kernels.SIGMOID, unit
-        if isinstance(ranker, Histogram):
-            unit = 1 / ranker.width
-            # the first edge; the kernel knows the others
-            return torch.full((1,), ranker.high * unit - 1, device=self.order.device), embedding_kernels.RAMP, unit
-        return prepared.columns, embedding_kernels.STEP, 1.0
-
-    def _count(self, rows: slice, comparisons: Tensor, width: int, mode: Any, unit: float) -> Tensor:
+    def _count(self, ops: Lowering[Any], thresholds: Any, block: int) -> Tensor:
+        rows = self.row_blocks[block]
         count = rows.stop - rows.start
-        sigmoid = mode == embedding_kernels.SIGMOID
-        tile = self._count_tile(0 if mode == embedding_kernels.RAMP else width)
-        row_tiles, panels = triton.cdiv(count, TILE), triton.cdiv(self.num_candidates, tile["BN"])
+        args = ops.count_args(thresholds, self.layout.widths[block], self.query_order.device)
+        width = args.num_thresholds
+        tile = self._tile(COUNT_TILES, SPLIT_COUNT_TILES, width if ops.per_positive else 0)
+        row_tiles, column_tiles = triton.cdiv(count, TILE), triton.cdiv(self.num_candidates, tile["BN"])
         # enough programs for two waves on a large GPU; splits are summed in a fixed order
-        per_split = triton.cdiv(panels, max(1, min(panels, 264 // row_tiles)))
-        splits = triton.cdiv(panels, per_split)
-        dtype = torch.int32 if mode == embedding_kernels.STEP else torch.float32
-        sums = torch.zeros((1 + sigmoid, splits, width, count), dtype=dtype, device=comparisons.device)
-        centres = torch.zeros(count if sigmoid else 1, device=comparisons.device)
+        per_split = triton.cdiv(column_tiles, max(1, min(column_tiles, 264 // row_tiles)))
+        splits = triton.cdiv(column_tiles, per_split)
+        shape = (1 + ops.keeps_slopes, splits, width, count)
+        sums = torch.zeros(shape, dtype=ops.count_dtype, device=self.query_order.device)
+        centres = torch.zeros(count if ops.keeps_slopes else 1, device=self.query_order.device)
         if width:
-            embedding_kernels.count_kernel[(row_tiles, splits)](
-                *self._operands(unit), *self.layout.spans, comparisons, sums[0], sums[-1], centres,
-                rows.start, count, self.num_candidates, width, per_split,
-                MODE=mode, **self._constants, **tile,
-            )  # fmt: skip
+            count_kernel[(row_tiles, splits)](
+                **self._operands(ops.score_scale),
+                **self.layout.intervals,
+                thresholds=args.thresholds,
+                counts=sums[0],
+                slopes=sums[-1],
+                centres=centres,
+                first_row=rows.start,
+                num_rows=count,
+                num_candidates=self.num_candidates,
+                P=width,
+                tiles_per_split=per_split,
+                MODE=ops.mode,
+                **self._constants,
+                **tile,
+            )
         total = sums.sum(dim=1)
-        if sigmoid:
-            self.slopes.append(total[1])
-            self.centres.append(centres)
+        self.kept.append((total[1], centres) if ops.keeps_slopes else None)
         return total[0].t().contiguous()
 
-    def pull(self, ranker: Ranker, prepared: list[Any], aimed: list[Any], seed: int) -> list[Tensor | None]:
-        sides = [self._side(ranker, chunk, prepared[chunk], aimed[chunk]) for chunk in range(len(self.chunks))]
-        peak = torch.stack([side.peak for side in sides]).amax().clamp(min=1e-30)
-        self.gradient_scale = GRADIENT_PEAK / (peak * (2 if self.mirrored else 1))
-        for side in sides:
-            side.rescale(self.gradient_scale)
-        unit = self._comparisons(ranker, prepared[0], self.chunks[0])[2]
-        self.products = [torch.zeros(padded(len(base), TILE), base.shape[1], device=base.device) for base in self.bases]
+    def backward(self, ops: Lowering[Any], thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
+        args = [ops.backward_args(*block) for block in zip(thresholds, rank_grads, self.kept, strict=True)]
+        peak = torch.stack([of_block.peak for of_block in args]).amax().clamp(min=1e-30)
+        self.gradient_scale = GRADIENT_PEAK / (peak * (2 if self.symmetric else 1))
+        for of_block in args:
+            of_block.rescale(self.gradient_scale)
+        self.products = [torch.zeros(_padded(len(base), TILE), base.shape[1], device=base.device) for base in self.bases]
         memory = self._gradient_memory()
-        for index, rows in enumerate(self.chunks):
-            self._pull_group(sides, index, rows, unit, memory)
-        if isinstance(ranker, Sigmoid):
-            return [-(aim[0] * slopes).t() for aim, slopes in zip(aimed, self.slopes, strict=True)]
-        return [None if side.reached is None else side.reached.t() for side in sides]
-
-    def _side(self, ranker: Ranker, chunk: int, prepared: Any, aimed: Any) -> "PullSide":
-        rows = self.chunks[chunk]
-        if isinstance(ranker, Sigmoid):
-            comparisons, mode, _ = self._comparisons(ranker, prepared, rows)
-            return PullSide(mode, comparisons, aimed[0], self.centres[chunk], None, aimed[0].abs().sum(dim=0).amax() / 4)
-        if isinstance(ranker, Histogram):
-            # the table as steps at the edges, from the lowest score up: below all edges the sum is exactly 0
-            table = aimed[0].t()[:-1]  # [bins, rows]
-            steps = torch.cat((-table[:1], table[:-1] - table[1:], table[-1:]))
-            top = torch.full_like(steps[0], ranker.high / ranker.width)
-            return PullSide(embedding_kernels.RAMP, top, steps, steps, None, table.abs().amax())
-        perturbed, scale = aimed
-        reached = torch.zeros(prepared.columns.shape, dtype=torch.int32, device=self.order.device)
-        peak = scale.abs().amax() * max(prepared.columns.shape[0], 1)
-        return PullSide(embedding_kernels.STEP, prepared.columns, perturbed.columns, scale[:, 0], reached, peak)
+        for block in range(len(self.row_blocks)):
+            self._backward_group(ops, args, block, memory)
+        return [ops.threshold_grad(*block) for block in zip(rank_grads, self.kept, args, strict=True)]
 
     def _gradient_memory(self) -> Tensor:
-        """[1 or 2, rows of the score gradient that exist at once, candidates] in float16, for one chunk after the other."""
+        """[1 or 2, rows of the score gradient that exist at once, candidates] in float16, reused by every pass."""
         parts = 2 if self.precision == "high" else 1
-        candidates = padded(self.num_candidates, TILE)
-        rows_that_fit = max(CHUNK_BYTES // (2 * candidates * parts) // TILE * TILE, TILE)
-        rows = min(CHUNK_ROWS, rows_that_fit, padded(max(group.stop - group.start for group in self.chunks), TILE))
-        return torch.empty(parts, rows, candidates, dtype=torch.float16, device=self.order.device)
+        candidates = _padded(self.num_candidates, TILE)
+        rows_that_fit = max(GRADIENT_BYTES // (2 * candidates * parts) // TILE * TILE, TILE)
+        rows = min(GRADIENT_ROWS, rows_that_fit, _padded(max(group.stop - group.start for group in self.row_blocks), TILE))
+        return torch.empty(parts, rows, candidates, dtype=torch.float16, device=self.query_order.device)
 
-    def _pull_group(self, sides: list["PullSide"], index: int, group: slice, unit: float, memory: Tensor) -> None:
-        """All chunks of a group of queries: gradient tiles, then the library's products with them."""
-        all_rows = len(self.order)
-        size = memory.shape[1]
-        operands = self._operands(unit)
+    def _backward_group(self, ops: Lowering[Any], args: Sequence[BackwardArgs], block: int, memory: Tensor) -> None:
+        """All passes over a group of queries: gradient tiles, then the library's products with them."""
+        group, all_rows, size = self.row_blocks[block], len(self.query_order), memory.shape[1]
         for begin in range(group.start, group.stop, size):
             end = min(begin + size, group.stop)
-            first_column = begin if self.mirrored else 0
-            width = (all_rows if self.mirrored else self.num_candidates) - first_column
-            stride = padded(width, TILE)  # the library's products are slow where a length is odd
+            first_column = begin if self.symmetric else 0
+            width = (all_rows if self.symmetric else self.num_candidates) - first_column
+            stride = _padded(width, TILE)  # the library's products are slow where a length is odd
             buffers = [part.view(-1)[: (end - begin) * stride].view(end - begin, stride) for part in memory]
-            side = sides[index]
             # columns of one set of embeddings are queries too, group by group; other candidates are one group
-            for other, columns in enumerate(self.chunks if self.mirrored else [slice(0, self.num_candidates)]):
-                start = max(columns.start, begin) if self.mirrored else 0
+            for other, columns in enumerate(self.row_blocks if self.symmetric else [slice(0, self.num_candidates)]):
+                start = max(columns.start, begin) if self.symmetric else 0
                 if columns.stop <= start:
                     continue
-                mirror = sides[other] if self.mirrored else side
+                row_args, column_args = args[block], args[other] if self.symmetric else args[block]
                 written = first_column + stride if columns.stop == first_column + width else columns.stop
-                most = 0 if side.mode == embedding_kernels.RAMP else max(side.width, mirror.width)
-                tile = self._tile(PULL_TILES, SPLIT_PULL_TILES, most)
+                most = max(row_args.num_thresholds, column_args.num_thresholds) if ops.per_positive else 0
+                tile = self._tile(BACKWARD_TILES, SPLIT_BACKWARD_TILES, most)
                 tiles = triton.cdiv(written - start, tile["BN"]) * triton.cdiv(end - begin, TILE)
-                embedding_kernels.pull_kernel[(tiles,)](
-                    *operands, *self.layout.spans,
-                    side.comparisons, side.weights, side.extra, side.reached_or_any,
-                    mirror.comparisons, mirror.weights, mirror.extra, mirror.reached_or_any,
-                    buffers[0], buffers[-1],
-                    group.start, group.stop - group.start, begin, end - begin,
-                    columns.start, columns.stop - columns.start, start, written, self.num_candidates, stride,
-                    side.width, mirror.width,
-                    MODE=side.mode, MIRRORED=self.mirrored, GROUP=STRIPE, **self._constants, **tile,
-                )  # fmt: skip
+                backward_kernel[(tiles,)](
+                    **self._operands(ops.score_scale),
+                    **self.layout.intervals,
+                    **row_args.kernel_args("row"),
+                    **column_args.kernel_args("column"),
+                    high=buffers[0],
+                    low=buffers[-1],
+                    first_row=group.start,
+                    num_rows=group.stop - group.start,
+                    pass_row=begin,
+                    pass_rows=end - begin,
+                    first_column=columns.start,
+                    num_columns=columns.stop - columns.start,
+                    from_column=start,
+                    last_written=written,
+                    num_candidates=self.num_candidates,
+                    row_width=stride,
+                    MODE=ops.mode,
+                    SYMMETRIC=self.symmetric,
+                    GROUP=STRIPE,
+                    **self._constants,
+                    **tile,
+                )
             self._multiply(buffers, begin, end)
 
     def _multiply(self, gradient: list[Tensor], begin: int, end: int) -> None:
         queries, candidates = self.queries.parts, self.candidates.parts
-        if self.mirrored:
+        if self.symmetric:
             _add_split_product(self.products[0][begin:end], gradient, [part[begin:] for part in candidates])
-            if end < len(self.order):
+            if end < len(self.query_order):
                 beyond = [g[:, end - begin :].t() for g in gradient]
                 _add_split_product(self.products[0][end:], beyond, [part[begin:end] for part in queries])
         else:
             _add_split_product(self.products[0][begin:end], gradient, list(candidates))
             _add_split_product(self.products[1], [g.t() for g in gradient], [part[begin:end] for part in queries])
 
-    def gradients(self, d_relevant: list[Tensor]) -> tuple[Tensor, ...]:
-        flat = torch.cat([d.contiguous().view(-1) for d in d_relevant])
-        lists, start, stop = self.lists, self.layout.spans[0], self.layout.spans[1]
-        if self.mirrored:
-            return (self._gather(2, 0, self.bases[0], lists.query_order, flat, start, stop, lists.query_order),)
-        d_queries = self._gather(0, 0, self.bases[1], lists.candidate_order, flat, start, stop, lists.query_order)
-        first, last = lists.query_runs()
-        d_candidates = self._gather(
-            1, 1, self.bases[0], lists.query_order, flat, first.int(), last.int(), lists.candidate_order
-        )
-        return d_queries, d_candidates
+    def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
+        flat = torch.cat([d.contiguous().view(-1) for d in d_positives])
+        r, intervals = self.relevance, self.layout.intervals
+        partners = {"first_partner": intervals["start"], "last_partner": intervals["stop"]}
+        if self.symmetric:
+            return (self._gather(2, 0, self.bases[0], r.query_order, flat, partners, r.query_order),)
+        d_queries = self._gather(0, 0, self.bases[1], r.candidate_order, flat, partners, r.query_order)
+        first, last = r.query_intervals()
+        partners = {"first_partner": first.int(), "last_partner": last.int()}
+        return d_queries, self._gather(1, 1, self.bases[0], r.query_order, flat, partners, r.candidate_order)
 
     def _gather(
         self,
@@ -339,48 +396,47 @@ class FusedDoor:
         partners: Tensor,
         partner_order: Tensor,
         flat: Tensor,
-        first: Tensor,
-        last: Tensor,
+        intervals: dict[str, Tensor],
         order: Tensor,
     ) -> Tensor:
         out = torch.empty_like(self.bases[index])
         items, d = out.shape
         other = self.candidates if role != 1 else self.queries
         block = min(1024, triton.next_power_of_2(d))
-        embedding_kernels.gather_kernel[(items, triton.cdiv(d, block))](
-            partners, partner_order, flat, self.layout.offsets, self.layout.spans[0], self.layout.spans[2], first, last,
-            self.products[index], 1 / (self.gradient_scale * other.scale), order, out, d,
-            ROLE=role, BD=block,
-        )  # fmt: skip
+        gather_kernel[(items, triton.cdiv(d, block))](
+            partners=partners,
+            partner_order=partner_order,
+            d_positives=flat,
+            offset=self.layout.offsets,
+            start=self.layout.intervals["start"],
+            self_index=self.layout.intervals["self_index"],
+            **intervals,
+            product=self.products[index],
+            product_scale=1 / (self.gradient_scale * other.scale),
+            order=order,
+            out=out,
+            d=d,
+            ROLE=role,
+            BD=block,
+        )
         return out
 
 
-class PullSide:
-    """What a group of queries brings to the tiles of the score gradient."""
+# float16 products with a float32 result came with torch 2.8; before, the factors are widened first, which is slower
+MIXED_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
-    def __init__(
-        self, mode: Any, comparisons: Tensor, weights: Tensor, extra: Tensor, reached: Tensor | None, peak: Tensor
-    ) -> None:
-        self.width = weights.shape[0]
-        if not self.width:  # the kernel reads ahead, and there must be something to read
-            comparisons = weights = torch.zeros((1, weights.shape[1]), device=weights.device)
-        self.mode, self.comparisons, self.weights = mode, comparisons, weights
-        self.extra, self.reached, self.peak = extra, reached, peak
 
-    @property
-    def reached_or_any(self) -> Tensor:
-        return self.comparisons if self.reached is None else self.reached  # not touched where nothing is counted
-
-    def rescale(self, factor: Tensor) -> None:
-        if self.mode == embedding_kernels.STEP:
-            self.extra = self.extra * factor
-        else:
-            self.weights = (self.weights * factor).contiguous()
+def _add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+    """Out += alpha * a @ b for float16 a and b with float32 sums."""
+    if a.is_cuda and MIXED_PRODUCTS:
+        torch.addmm(out, a, b, alpha=alpha, out_dtype=torch.float32, out=out)
+    else:
+        out.addmm_(a.float(), b.float(), alpha=alpha)
 
 
 def _add_split_product(out: Tensor, gradient: list[Tensor], parts: list[Tensor]) -> None:
     """Out += gradient @ parts, with the low halves of both where there are any; that of the gradient is kept 2048 times."""
-    add_product(out, gradient[0], parts[0])
+    _add_product(out, gradient[0], parts[0])
     if len(gradient) > 1:
-        add_product(out, gradient[0], parts[1])
-        add_product(out, gradient[1], parts[0], alpha=1 / 2048)
+        _add_product(out, gradient[0], parts[1])
+        _add_product(out, gradient[1], parts[0], alpha=1 / 2048)

@@ -1,13 +1,13 @@
 """Triton kernels for exact ranks of long lists of given scores: streaming passes, no sort of the scores. float32 inside.
 
-    table_kernel   where each bucket of a monotone map of scores begins in the sorted thresholds
-    count_kernel   a block of scores: bucket, search among the thresholds of the bucket, one count more at the place found
-    pull_kernel    the same against thresholds before and after a perturbation: gradient of the scores, and the new counts
-    land_kernel    gradients of the relevant scores, written where they belong
-    column_kernel  columns of the relevant items of every list, in order, where waiting for their number is not wanted
+    table_kernel           where each bucket of a monotone map of scores begins in the sorted thresholds
+    count_kernel           a block of scores: bucket, search among the thresholds of the bucket, one count more at the position
+    backward_kernel        the same against thresholds before and after a perturbation: gradient of the scores, new counts
+    positive_grad_kernel   gradients of the positives' scores, scattered to their columns
+    column_kernel          columns of the positives of every list, in order, without synchronising for their number
 
-Thresholds are sorted in descending order, infinite padding first. The place of a score is the number of thresholds above
-it, so a score reaches the threshold at its place and all after it, and the counts up to a place add up to the scores that
+Thresholds are sorted in descending order, infinite padding first. The position of a score is the number of thresholds above
+it, so a score reaches the threshold at its position and all after it, and the counts up to a position add up to the scores that
 reach the threshold there. Counts are integers, so the same input gives the same bits in whatever order the blocks come.
 rankgrad.ops.thresholds says why rounding in the map does no harm; it must only be the same map in all kernels.
 
@@ -45,23 +45,23 @@ def _search(b_s, descending, b_low, b_high):
 
 
 @triton.jit
-def _tally(counts, b_place, m_visible, P):
-    """One count more at each place; P is beyond the last threshold and not needed."""
-    # whole blocks may share a place, where scores are equal or above all thresholds: that is one addition
-    first = tl.min(tl.where(m_visible, b_place, P), 0)
-    together = tl.sum((m_visible & (b_place == first)).to(tl.int32), 0)
+def _tally(counts, b_position, m_visible, P):
+    """One count more at each position; P is beyond the last threshold and not needed."""
+    # whole blocks may share a position, where scores are equal or above all thresholds: that is one addition
+    first = tl.min(tl.where(m_visible, b_position, P), 0)
+    together = tl.sum((m_visible & (b_position == first)).to(tl.int32), 0)
     tl.atomic_add(counts + first, together, mask=first < P, sem="relaxed")
-    tl.atomic_add(counts + b_place, 1, mask=m_visible & (b_place > first) & (b_place < P), sem="relaxed")
+    tl.atomic_add(counts + b_position, 1, mask=m_visible & (b_position > first) & (b_position < P), sem="relaxed")
 
 
 @triton.jit
-def _scores(scores, relevant, ranked, row_stride, row, o_n, n, RANKED: tl.constexpr):
+def _scores(scores, relevant, candidates, row_stride, row, o_n, n, MASKED: tl.constexpr):
     """A block of scores in float32, which of them are counted, and which there are at all."""
     m_n = o_n < n
     b_s = tl.load(scores + row * row_stride + o_n, mask=m_n, other=0.0).to(tl.float32)
     m_visible = m_n & (tl.load(relevant + row * n + o_n, mask=m_n, other=1) == 0)
-    if RANKED:
-        m_visible = m_visible & (tl.load(ranked + row * n + o_n, mask=m_n, other=0) != 0)
+    if MASKED:
+        m_visible = m_visible & (tl.load(candidates + row * n + o_n, mask=m_n, other=0) != 0)
     return b_s, m_visible, m_n
 
 
@@ -105,13 +105,13 @@ def table_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def count_kernel(
-    scores, relevant, ranked, rows, bucket_map, descending, begin, counts, row_stride, n, P, BUCKETS, blocks,
-    RANKED: tl.constexpr, BLOCK: tl.constexpr,
+    scores, relevant, candidates, rows, bucket_map, descending, begin, counts, row_stride, n, P, BUCKETS, blocks,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """counts[i, k] += scores of list i that lie below k thresholds and no more."""
     i = (tl.program_id(0) // blocks).to(tl.int64)
     o_n = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_s, m_visible, _ = _scores(scores, relevant, ranked, row_stride, tl.load(rows + i), o_n, n, RANKED)
+    b_s, m_visible, _ = _scores(scores, relevant, candidates, row_stride, tl.load(rows + i), o_n, n, MASKED)
     b_bucket = _bucket(b_s, tl.load(bucket_map + 2 * i), tl.load(bucket_map + 2 * i + 1), BUCKETS)
     p_begin = begin + i * (BUCKETS + 1) + b_bucket
     b_low = tl.load(p_begin, mask=m_visible, other=0)
@@ -120,40 +120,40 @@ def count_kernel(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def pull_kernel(
-    scores, relevant, ranked, rows, bucket_map, descending, begin, moved, moved_begin, scale, gradient, counts,
+def backward_kernel(
+    scores, relevant, candidates, rows, bucket_map, descending, begin, perturbed, perturbed_begin, scale, gradient, counts,
     row_stride, n, P, BUCKETS, blocks,
-    RANKED: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same counts for thresholds that have moved, and how many more of them than before are above, times scale[i]."""
+    """The same counts for perturbed thresholds, and how many more of them than before are above, times scale[i]."""
     i = (tl.program_id(0) // blocks).to(tl.int64)
     o_n = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + i)
-    b_s, m_visible, m_n = _scores(scores, relevant, ranked, row_stride, row, o_n, n, RANKED)
+    b_s, m_visible, m_n = _scores(scores, relevant, candidates, row_stride, row, o_n, n, MASKED)
     b_bucket = _bucket(b_s, tl.load(bucket_map + 2 * i), tl.load(bucket_map + 2 * i + 1), BUCKETS)
     o_begin = i * (BUCKETS + 1) + b_bucket
     b_low = tl.load(begin + o_begin, mask=m_visible, other=0)
     b_high = tl.load(begin + o_begin + 1, mask=m_visible, other=0)
-    b_moved_low = tl.load(moved_begin + o_begin, mask=m_visible, other=0)
-    b_moved_high = tl.load(moved_begin + o_begin + 1, mask=m_visible, other=0)
-    b_place = _search(b_s, descending + i * P, b_low, b_high)
-    b_moved = _search(b_s, moved + i * P, b_moved_low, b_moved_high)
-    # a rank grows by the relevant items that pass the score and shrinks by those that fall behind it; hidden scores have
-    # been loaded no table and are at place 0 of both
-    b_gradient = (b_moved - b_place).to(tl.float32) * tl.load(scale + i)
+    b_perturbed_low = tl.load(perturbed_begin + o_begin, mask=m_visible, other=0)
+    b_perturbed_high = tl.load(perturbed_begin + o_begin + 1, mask=m_visible, other=0)
+    b_position = _search(b_s, descending + i * P, b_low, b_high)
+    b_perturbed = _search(b_s, perturbed + i * P, b_perturbed_low, b_perturbed_high)
+    # a rank grows by the positives that pass the score and shrinks by those that fall behind it; hidden scores have loaded no
+    # table and are at position 0 of both
+    b_gradient = (b_perturbed - b_position).to(tl.float32) * tl.load(scale + i)
     tl.store(gradient + row * n + o_n, b_gradient.to(gradient.dtype.element_ty), mask=m_n)
-    _tally(counts + i * P, b_moved, m_visible, P)
+    _tally(counts + i * P, b_perturbed, m_visible, P)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def land_kernel(d_relevant, columns, num_relevant, first, rows, gradient, n, P, blocks, BLOCK: tl.constexpr):
-    """gradient[rows[i], column of the j-th relevant item] = d_relevant[i, j]."""
+def positive_grad_kernel(d_positives, columns, num_relevant, first, rows, gradient, n, P, blocks, BLOCK: tl.constexpr):
+    """gradient[rows[i], column of the j-th relevant item] = d_positives[i, j]."""
     i = (tl.program_id(0) // blocks).to(tl.int64)
     o_p = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + i)
     m_p = (o_p < tl.load(num_relevant + row)) & (o_p < P)
     b_column = tl.load(columns + tl.load(first + row) + o_p, mask=m_p, other=0)
-    b_gradient = tl.load(d_relevant + i * P + o_p, mask=m_p, other=0.0)
+    b_gradient = tl.load(d_positives + i * P + o_p, mask=m_p, other=0.0)
     tl.store(gradient + row * n + b_column, b_gradient.to(gradient.dtype.element_ty), mask=m_p)
 
 

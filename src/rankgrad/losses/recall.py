@@ -1,27 +1,21 @@
-"""What ranks are turned into: from the `Ranks` of some queries to one loss for each.
+"""Recall and precision at k: objectives, and the losses built on them.
 
-Every objective is a plain function of (rank, positive_rank, mass, gain) written in torch, so any ranker works with any of
-them and a new one needs no derivative: a callable from `Ranks` to [B] losses will do.
+An objective is a plain function of (rank, positive_rank, mass, gain) written in torch, so any ranker works with any of them
+and a new one needs no derivative: a callable from `Ranks` to [B] losses will do. Each loss takes the keyword arguments of
+`RankLoss` too.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rankgrad._checks import check_count, check_not_negative, check_positive
-from rankgrad.ops.ranks import Ranks
-
-
-@dataclass(frozen=True)
-class AveragePrecision:
-    """1 - AP, the mean over relevant items of rank among the relevant / rank among all (RaMBO eq. 21-22)."""
-
-    def __call__(self, ranks: Ranks) -> Tensor:
-        # a bin that nothing has reached yet has rank 0, rank 0 among the relevant and mass 0
-        return 1 - ranks.mean(ranks.positive_rank / ranks.rank.clamp(min=1e-30))
+from rankgrad._checks import check_choice, check_count, check_not_negative, check_positive
+from rankgrad.losses.rank_loss import RankLoss, preset
+from rankgrad.ops.autograd import Ranks, at_least
+from rankgrad.ops.rankers import Blackbox, Sigmoid
 
 
 @dataclass(frozen=True)
@@ -65,12 +59,7 @@ class PrecisionAtK:
         check_positive(self.tau, name="tau", caller="PrecisionAtK")
 
     def __call__(self, ranks: Ranks) -> Tensor:
-        return 1 - (_within(ranks, self.k, self.tau) / self.k).clamp(max=1)
-
-
-def _within(ranks: Ranks, k: int, tau: float) -> Tensor:
-    """[B] how many relevant items are within the first k."""
-    return ranks.total(torch.sigmoid((k - ranks.rank) / tau))
+        return 1 - (ranks.total(torch.sigmoid((self.k - ranks.rank) / self.tau)) / self.k).clamp(max=1)
 
 
 @dataclass(frozen=True)
@@ -117,39 +106,48 @@ class WeightedRecall:
 
 def _irrelevant_ahead(ranks: Ranks) -> Tensor:
     # soft ranks are sums in another order and may differ by a rounding where nothing is ahead
-    return _at_least(ranks.rank - ranks.positive_rank, 0)
+    return at_least(ranks.rank - ranks.positive_rank, 0)
 
 
-def _at_least(values: Tensor, least: float) -> Tensor:
-    """max(values, least) with slope 1 at equality, where ranks often are; that of `clamp` depends on torch's version."""
-    return torch.where(values < least, least, values)
+@preset("recall-at-k", ks="ks", tau_rank="tau", tau_cut="tau_cut", query_in_database="query_in_database")
+class RecallAtKLoss(RankLoss):
+    """RS@k (Patel et al., 2022): the recall@k surrogate.
 
-
-@dataclass(frozen=True)
-class NDCG:
-    """1 - DCG / ideal DCG with gain / log2(1 + rank). The graded relevance is the gain; pass 2**grade - 1 for that variant."""
-
-    def __call__(self, ranks: Ranks) -> Tensor:
-        dcg = (ranks.gain * _discount(_at_least(ranks.rank, 1))).sum(dim=1)
-        places = torch.arange(1, ranks.ideal.shape[1] + 1, dtype=ranks.ideal.dtype, device=ranks.ideal.device)
-        ideal = (ranks.ideal * _discount(places)).sum(dim=1)
-        return 1 - dcg / torch.where(ideal > 0, ideal, 1)
-
-
-def _discount(rank: Tensor) -> Tensor:
-    return math.log(2) / torch.log1p(rank)
-
-
-@dataclass(frozen=True)
-class ReciprocalRank:
-    """1 - 1 / rank of the first relevant item.
-
-    Where entries hold parts of items (`Histogram`), the first item is the first unit of mass in the order of ranks.
+    Args:
+        ks: cut-offs, averaged.
+        tau_rank: temperature of "z is ahead of x" on score differences (tau_2 of the paper).
+        tau_cut: temperature of "x is within the first k" on ranks (tau_1 of the paper).
+        query_in_database: count the query itself among the irrelevant candidates of its own list, as the published code
+            does against eq. 6 of the paper. Since its score is 1, every rank grows by about one: the smallest loss with 3
+            relevant items is then 0.285 and not 0.102. All published numbers were made so.
     """
 
-    def __call__(self, ranks: Ranks) -> Tensor:
-        # padding has mass 0 and takes no part wherever it is sorted
-        rank, order = _at_least(ranks.rank, 1).sort(dim=1, stable=True)
-        reached = ranks.mass.gather(1, order).cumsum(dim=1).clamp(max=1)
-        first = torch.diff(reached, dim=1, prepend=torch.zeros_like(reached[:, :1]))
-        return 1 - (first / rank).sum(dim=1)
+    def __init__(
+        self,
+        ks: Sequence[int] = (1, 2, 4, 8, 16),
+        tau_rank: float = 0.01,
+        tau_cut: float = 1.0,
+        *,
+        query_in_database: bool = False,
+        **options: Any,
+    ) -> None:
+        check_positive(tau_rank, name="tau_rank", caller="RecallAtKLoss")
+        check_positive(tau_cut, name="tau_cut", caller="RecallAtKLoss")
+        super().__init__(Sigmoid(tau_rank), RecallAtK(ks, tau_cut), **options)
+        self.rank_self = query_in_database
+
+
+@preset("rambo-recall", lam="lam", margin="margin", weighting="weighting")
+class RamboRecallLoss(RankLoss):
+    """RaMBO's recall loss (Rolinek et al., 2020): exact ranks, blackbox gradient, log or loglog weighting.
+
+    `lam` is that of the published code, on ranks divided by the list's length (see `Blackbox`). The mean is over queries of
+    each query's mean over its relevant items (macro), as the paper writes it; the published code divides the sum over
+    all pairs by their number (micro), which is the same where queries have equally many relevant items.
+    """
+
+    def __init__(
+        self, lam: float = 4.0, margin: float = 0.02, weighting: Literal["log", "loglog"] = "loglog", **options: Any
+    ) -> None:
+        check_choice(weighting, ("log", "loglog"), name="weighting", caller="RamboRecallLoss")
+        super().__init__(Blackbox(lam, margin), LogRecall() if weighting == "log" else LogLogRecall(), **options)

@@ -1,0 +1,39 @@
+"""Objectives that discount by rank: NDCG and the reciprocal rank."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rankgrad.ops.autograd import Ranks, at_least
+
+
+@dataclass(frozen=True)
+class NDCG:
+    """1 - DCG / ideal DCG with gain / log2(1 + rank). The graded relevance is the gain; pass 2**grade - 1 for that variant."""
+
+    def __call__(self, ranks: Ranks) -> Tensor:
+        dcg = (ranks.gain * _discount(at_least(ranks.rank, 1))).sum(dim=1)
+        places = torch.arange(1, ranks.ideal.shape[1] + 1, dtype=ranks.ideal.dtype, device=ranks.ideal.device)
+        ideal = (ranks.ideal * _discount(places)).sum(dim=1)
+        return 1 - dcg / torch.where(ideal > 0, ideal, 1)
+
+
+def _discount(rank: Tensor) -> Tensor:
+    return math.log(2) / torch.log1p(rank)
+
+
+@dataclass(frozen=True)
+class ReciprocalRank:
+    """1 - 1 / rank of the first relevant item.
+
+    Where entries hold parts of items (`Histogram`), the first item is the first unit of mass in the order of ranks.
+    """
+
+    def __call__(self, ranks: Ranks) -> Tensor:
+        # padding has mass 0 and takes no part wherever it is sorted
+        rank, order = at_least(ranks.rank, 1).sort(dim=1, stable=True)
+        reached = ranks.mass.gather(1, order).cumsum(dim=1).clamp(max=1)
+        first = torch.diff(reached, dim=1, prepend=torch.zeros_like(reached[:, :1]))
+        return 1 - (first / rank).sum(dim=1)

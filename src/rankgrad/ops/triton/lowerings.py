@@ -1,0 +1,521 @@
+"""How each ranker runs in the embedding kernels: device functions by MODE, and one host object per ranker.
+
+The kernels of `embedding_kernels` walk over tiles and call three device functions, which alone know the rankers:
+
+    begin_rows      thresholds that the rows of a tile have, and what is computed once for them
+    count_tile      a tile's part of the counts
+    backward_tile   a tile's part of the gradient
+
+Thresholds are kept threshold-major, [P, rows], so that a load over queries is contiguous. On the host, a `Lowering` says what
+its MODE needs: it prepares the kernels' arguments, and compares the positives of a query with each other in kernels of its own.
+
+Letters:  P thresholds of a query   i_ program index, o_ offsets, m_ a mask, b_ a block in registers
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
+from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid
+from rankgrad.ops.thresholds import Thresholds
+
+SIGMOID = tl.constexpr(0)
+STEP = tl.constexpr(1)
+RAMP = tl.constexpr(2)
+
+
+@triton.jit
+def _reciprocal(b_x, ASM: tl.constexpr):
+    if ASM:  # one instruction, where a division takes six; relative error 2**-23
+        b_y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        b_y = 1.0 / b_x
+    return b_y
+
+
+@triton.jit
+def _power(b_x):
+    """2 ** x without overflow: beyond these ends a sigmoid is 0 or 1 in float32 whatever its threshold."""
+    return tl.exp2(tl.minimum(tl.maximum(b_x, -126.0), 126.0))
+
+
+@triton.jit
+def _centre(b_low, b_high):
+    """The middle of a row's thresholds, or +inf for all rows if the thresholds of one are too far apart to be factored.
+
+    A sigmoid of s - t, in units where the base is 2, needs 2 ** (s - t) = 2 ** (s - centre) * 2 ** (centre - t), one power per
+    score instead of one per threshold. That is exact while |centre - t| <= 100: where either power is cut off the sigmoid is
+    0 or 1 in float32.
+    """
+    m_any = b_high >= b_low  # a row may have none
+    b_low = tl.where(m_any, b_low, 0.0)
+    b_high = tl.where(m_any, b_high, 0.0)
+    return tl.where(tl.max(b_high - b_low, 0) > 200.0, float("inf"), 0.5 * (b_low + b_high))
+
+
+@triton.jit
+def _sigmoid(b_x, b_centre, b_t, FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr):
+    """A sigmoid and its complement; b_x is the power of a score less the centre if FACTORED, else the score.
+
+    PRECISE keeps the relative error of small sigmoids, which are all there is once classes are well apart.
+    """
+    b_power = b_x * tl.exp2(b_centre - b_t) if FACTORED else _power(b_x - b_t)
+    if PRECISE:
+        b_power = tl.minimum(b_power, 1.0e30)
+    b_behind = _reciprocal(1.0 + b_power, ASM)
+    return b_power * b_behind if PRECISE else 1.0 - b_behind, b_behind
+
+
+@triton.jit
+def begin_rows(thresholds, num_relevant, centres, o_m, o_r, m_m, num_rows, P, MODE: tl.constexpr, BM: tl.constexpr):
+    """How many thresholds the rows of a tile have at most, and the centre of each row's (SIGMOID, stored too)."""
+    if MODE != RAMP:  # only the thresholds that a row of this tile has
+        P = tl.max(tl.load(num_relevant + o_m, mask=m_m, other=0), 0)
+    b_centre = tl.zeros([BM], tl.float32)
+    if MODE == SIGMOID:
+        b_low = tl.full([BM], float("inf"), tl.float32)
+        b_high = tl.full([BM], float("-inf"), tl.float32)
+        for p in range(P):
+            b_t = tl.load(thresholds + tl.cast(p, tl.int64) * num_rows + o_r, mask=m_m, other=float("inf"))
+            b_low = tl.minimum(b_low, b_t)
+            b_high = tl.maximum(b_high, tl.where(b_t < float("inf"), b_t, float("-inf")))
+        b_centre = _centre(b_low, b_high)
+        tl.store(centres + o_r, b_centre, mask=m_m)
+    return P, b_centre
+
+
+@triton.jit
+def count_tile(
+    b_s, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
+    MODE: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Adds what of a tile is ahead of each threshold to the counts, and the slopes to theirs (SIGMOID)."""
+    if MODE == SIGMOID:
+        p_t = thresholds + o_r
+        p_c = counts + p_out
+        p_a = slopes + p_out
+        # two loops and not one with a branch: either the score or its power is alive, and registers are scarce
+        if tl.max(b_centre, 0) < float("inf"):
+            b_e = _power(b_s - b_centre[:, None])
+            _count_sigmoid(b_e, b_centre, p_t, p_c, p_a, m_m, num_rows, P, True, PRECISE, ASM)
+        else:
+            _count_sigmoid(b_s, b_centre, p_t, p_c, p_a, m_m, num_rows, P, False, PRECISE, ASM)
+    else:
+        for p in range(P):
+            p_p = tl.cast(p, tl.int64) * num_rows
+            b_old = tl.load(counts + p_out + p_p, mask=m_m, other=0)
+            if MODE == STEP:
+                b_t = tl.load(thresholds + o_r + p_p, mask=m_m, other=float("inf"))
+                b_c = tl.sum((b_s >= b_t[:, None]).to(tl.int32), 1)
+            else:  # edges are one apart, from the one that `thresholds` points to downwards
+                b_c = tl.sum(tl.minimum(tl.maximum(b_s - (tl.load(thresholds) - p), 0.0), 1.0), 1)
+            tl.store(counts + p_out + p_p, b_old + b_c, mask=m_m)
+
+
+@triton.jit
+def _count_sigmoid(
+    b_x, b_centre, p_t, p_c, p_a, m_m, stride, P, FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """Adds a tile's sum of sigmoids and of their slopes to what the program has of its rows."""
+    b_next = tl.load(p_t, mask=m_m, other=float("inf"))
+    for p in range(P):
+        b_t = b_next
+        p_t += stride * tl.minimum(P - 1 - p, 1)  # prefetch the next threshold
+        b_next = tl.load(p_t, mask=m_m, other=float("inf"))
+        b_count = tl.load(p_c, mask=m_m, other=0.0)
+        b_slope = tl.load(p_a, mask=m_m, other=0.0)
+        b_ahead, b_behind = _sigmoid(b_x, b_centre[:, None], b_t[:, None], FACTORED, PRECISE, ASM)
+        tl.store(p_c, b_count + tl.sum(b_ahead, 1), mask=m_m)
+        tl.store(p_a, b_slope + tl.sum(b_ahead * b_behind, 1), mask=m_m)
+        p_c += stride
+        p_a += stride
+
+
+@triton.jit
+def backward_tile(
+    b_g, b_s, thresholds, weights, extra, reached, num_relevant, o_i, o_r, m_v, m_reached, stride, P,
+    AXIS: tl.constexpr, MODE: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Adds to a gradient tile what the thresholds of its rows (AXIS 1) or of its columns (AXIS 0) contribute.
+
+    `extra` is the centre of a query's thresholds (SIGMOID) or the scale of its gradient (STEP).
+    """
+    b_extra = tl.zeros([SIZE], tl.float32)
+    if MODE != RAMP:
+        b_extra = tl.load(extra + o_r, mask=m_v, other=0.0)
+        P = tl.max(tl.load(num_relevant + o_i, mask=m_v, other=0), 0)  # no more than a query of this tile has
+    p_t = thresholds + o_r
+    p_w = weights + o_r
+    p_c = reached + o_r
+    if MODE == SIGMOID:
+        # two calls and not one with a branch inside: either the score or its power is alive in the loop
+        if tl.max(b_extra, 0) < float("inf"):
+            b_g = _add_thresholds(b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P, AXIS, MODE, True, PRECISE, ASM)
+        else:
+            b_g = _add_thresholds(b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P, AXIS, MODE, False, PRECISE, ASM)
+    else:
+        b_g = _add_thresholds(b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P, AXIS, MODE, False, PRECISE, ASM)
+    return b_g
+
+
+@triton.jit
+def _add_thresholds(
+    b_g, b_s, b_extra, p_t, p_w, p_reached, m_v, m_reached, stride, P,
+    AXIS: tl.constexpr, MODE: tl.constexpr, FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    NOTHING: tl.constexpr = float("inf") if MODE == STEP else 0.0
+    b_x = b_s
+    b_extra = tl.expand_dims(b_extra, AXIS)
+    if FACTORED:
+        b_x = _power(b_s - b_extra)
+    b_next_t = tl.load(p_t, mask=m_v, other=float("inf"))
+    b_next_w = tl.load(p_w, mask=m_v, other=NOTHING)
+    for p in range(P):
+        b_t = tl.expand_dims(b_next_t, AXIS)
+        b_w = tl.expand_dims(b_next_w, AXIS)
+        step = stride * tl.minimum(P - 1 - p, 1)  # prefetch the next threshold
+        p_w += step
+        b_next_w = tl.load(p_w, mask=m_v, other=NOTHING)
+        if MODE != RAMP:
+            p_t += step
+            b_next_t = tl.load(p_t, mask=m_v, other=float("inf"))
+        if MODE == SIGMOID:
+            b_ahead, b_behind = _sigmoid(b_x, b_extra, b_t, FACTORED, PRECISE, ASM)
+            b_g += b_w * (b_ahead * b_behind)
+        elif MODE == STEP:  # w is the perturbed threshold
+            b_now = b_w > b_s
+            b_g += (b_now.to(tl.float32) - (b_t > b_s).to(tl.float32)) * b_extra
+            tl.atomic_add(p_reached, tl.sum(tl.where(b_now, 0, 1), AXIS), mask=m_reached, sem="relaxed")
+            p_reached += stride
+        else:  # w is the step of the table at this edge, edges are one apart
+            b_g += tl.where(b_s > b_t - p, b_w, 0.0)
+    return b_g
+
+
+@triton.jit
+def among_kernel(scores, num_relevant, out, P, inverse_tau, BX: tl.constexpr, BY: tl.constexpr):
+    """out[row, x] = sum over the row's positives y of sigmoid((s_y - s_x) / tau), x itself among them."""
+    i = tl.program_id(0).to(tl.int64)
+    count = tl.load(num_relevant + i)
+    o_x = tl.program_id(1) * BX + tl.arange(0, BX)
+    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
+    b_sum = tl.zeros([BX], tl.float32)
+    for start in range(0, count, BY):
+        o_y = start + tl.arange(0, BY)
+        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=0.0)
+        b_ahead = tl.sigmoid((b_y[None, :] - b_x[:, None]) * inverse_tau)
+        b_sum += tl.sum(tl.where(o_y[None, :] < count, b_ahead, 0.0), 1)
+    tl.store(out + i * P + o_x, b_sum, mask=o_x < P)
+
+
+@triton.jit
+def among_bwd_kernel(scores, weights, num_relevant, out, P, inverse_tau, BX: tl.constexpr, BY: tl.constexpr):
+    """out[row, x] = sum over y of (w_y - w_x) slope((s_y - s_x) / tau): the slope of a sigmoid is even."""
+    i = tl.program_id(0).to(tl.int64)
+    count = tl.load(num_relevant + i)
+    o_x = tl.program_id(1) * BX + tl.arange(0, BX)
+    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
+    b_wx = tl.load(weights + i * P + o_x, mask=o_x < count, other=0.0)
+    b_sum = tl.zeros([BX], tl.float32)
+    for start in range(0, count, BY):
+        o_y = start + tl.arange(0, BY)
+        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=0.0)
+        b_wy = tl.load(weights + i * P + o_y, mask=o_y < count, other=0.0)
+        b_ahead = tl.sigmoid((b_y[None, :] - b_x[:, None]) * inverse_tau)
+        b_slope = tl.where(o_y[None, :] < count, b_ahead * (1.0 - b_ahead), 0.0)
+        b_sum += tl.sum((b_wy[None, :] - b_wx[:, None]) * b_slope, 1)
+    tl.store(out + i * P + o_x, tl.where(o_x < count, b_sum, 0.0), mask=o_x < P)
+
+
+@triton.jit
+def proper_kernel(ahead, order, descending, num_relevant, rank, among, P, BLOCK: tl.constexpr):
+    """Ranks of a row's positives [P] from their positions in descending order and the irrelevant ones ahead; 1 at padding."""
+    i = tl.program_id(0).to(tl.int64)
+    o_position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_position = o_position < P
+    count = tl.load(num_relevant + i)
+    b_item = tl.load(order + i * P + o_position, mask=m_position, other=0)
+    b_value = tl.load(descending + i * P + o_position, mask=m_position, other=0.0)
+    m_real = m_position & (b_item < count)
+    # padding is infinite and last in its row: ahead of every item but of infinite ones
+    b_among = o_position + 1 - tl.where(b_value == float("inf"), 0, P - count)
+    b_among = tl.where(m_real, b_among, 1)
+    b_ahead = tl.load(ahead + i * P + b_item, mask=m_real, other=0)
+    tl.store(among + i * P + b_item, b_among.to(among.dtype.element_ty), mask=m_position)
+    tl.store(rank + i * P + b_item, (b_among + b_ahead).to(rank.dtype.element_ty), mask=m_position)
+
+
+@dataclass(frozen=True)
+class CountArgs:
+    """What the counting kernel gets for a row block."""
+
+    thresholds: Tensor  # [P, rows], or the first edge
+    num_thresholds: int
+
+
+class BackwardArgs:
+    """What the gradient kernel gets for a row block."""
+
+    def __init__(
+        self,
+        thresholds: Tensor,
+        weights: Tensor,
+        extra: Tensor,
+        peak: Tensor,
+        *,
+        reached: Tensor | None = None,
+    ) -> None:
+        self.num_thresholds = weights.shape[0]
+        if not self.num_thresholds:  # the kernel prefetches, and there must be something to read
+            thresholds = weights = torch.zeros((1, weights.shape[1]), device=weights.device)
+        self.thresholds, self.weights, self.extra = thresholds, weights, extra
+        self.peak = peak  # [] bound of the gradient of a score
+        self.reached = reached  # [P, rows] int32 scores that reach the perturbed thresholds, if they are counted
+
+    def rescale(self, factor: Tensor) -> None:
+        """Multiply the gradient by `factor`."""
+        if self.reached is None:
+            self.weights = (self.weights * factor).contiguous()
+        else:
+            self.extra = self.extra * factor
+
+    def kernel_args(self, role: str) -> dict[str, Any]:
+        """Arguments of the queries in the rows or the columns of a tile, `role` "row" or "column"."""
+        reached = self.thresholds if self.reached is None else self.reached  # not touched where nothing is counted
+        tensors = {"t": self.thresholds, "w": self.weights, "extra": self.extra, "reached": reached}
+        return {f"{role}_{name}": value for name, value in {**tensors, "p": self.num_thresholds}.items()}
+
+
+R = TypeVar("R", bound=Ranker)
+
+
+class Lowering(ABC, Generic[R]):
+    """A ranker on the kernels: its own methods where kernels do not replace them."""
+
+    mode: ClassVar[Any]
+    count_dtype: ClassVar[torch.dtype] = torch.float32
+    keeps_slopes: ClassVar[bool] = False  # whether counting also sums slopes and stores centres for the gradient
+    per_positive: ClassVar[bool] = True  # whether thresholds are positives, which makes comparisons most of a tile's work
+
+    def __init__(self, ranker: R) -> None:
+        self.ranker = ranker
+        self.differentiable, self.grad_fields = ranker.differentiable, ranker.grad_fields
+
+    @property
+    def score_scale(self) -> float:
+        """The kernels' scores are in multiples of 1 / score_scale."""
+        return 1.0
+
+    def thresholds(self, positives: PositiveScores, key: int) -> Any:
+        return self.ranker.thresholds(positives, key)
+
+    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Any) -> Ranks:
+        return self.ranker.ranks(counts, positives, thresholds)
+
+    def rank_gradient(self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Any, upstream: Upstream) -> Any:
+        return self.ranker.rank_gradient(d_ranks, positives, thresholds, upstream)
+
+    def positive_backward(
+        self,
+        d_thresholds: Tensor | None,
+        counts: Tensor,
+        rank_grad: Any,
+        positives: PositiveScores,
+        thresholds: Any,
+        upstream: Upstream,
+    ) -> Tensor:
+        return self.ranker.positive_backward(d_thresholds, counts, rank_grad, positives, thresholds, upstream)
+
+    @abstractmethod
+    def count_args(self, thresholds: Any, width: int, device: torch.device) -> CountArgs:
+        """For a row block whose queries have at most `width` positives."""
+
+    def backward_args(self, thresholds: Any, rank_grad: Any, kept: Any) -> BackwardArgs:
+        """`kept` is (slopes, centres) of the count where `keeps_slopes`."""
+        raise NotImplementedError(f"{type(self.ranker).__name__} has no gradient")
+
+    def threshold_grad(self, rank_grad: Any, kept: Any, args: BackwardArgs) -> Tensor | None:
+        """[B, P] what `positive_backward` gets, after the gradient kernel."""
+        return None
+
+
+class SigmoidLowering(Lowering[Sigmoid]):
+    """Sums of logistics and of their slopes, which make the gradient of the thresholds without another pass."""
+
+    mode = SIGMOID
+    keeps_slopes = True
+
+    @property
+    def score_scale(self) -> float:
+        return 1.4426950408889634 / self.ranker.tau  # of base 2
+
+    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Tensor) -> Ranks:
+        scores = positives.scores.contiguous()
+        among = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        if among.numel():
+            among_kernel[_among_grid(among)](
+                scores=scores,
+                num_relevant=positives.num_relevant,
+                out=among,
+                P=among.shape[1],
+                inverse_tau=1 / self.ranker.tau,
+                **_among_blocks(among),
+            )
+        return positives.item_ranks(*positives.add_counts(counts, among + 0.5))
+
+    def count_args(self, thresholds: Tensor, width: int, device: torch.device) -> CountArgs:
+        return CountArgs(thresholds * self.score_scale, width)
+
+    def backward_args(self, thresholds: Tensor, rank_grad: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor]) -> BackwardArgs:
+        weights = rank_grad[0]
+        return BackwardArgs(thresholds * self.score_scale, weights, kept[1], weights.abs().sum(dim=0).amax() / 4)
+
+    def threshold_grad(self, rank_grad: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor], args: BackwardArgs) -> Tensor:
+        return -(rank_grad[0] * kept[0]).t()
+
+    def positive_backward(
+        self,
+        d_thresholds: Tensor | None,
+        counts: Tensor,
+        rank_grad: tuple[Tensor, Tensor],
+        positives: PositiveScores,
+        thresholds: Tensor,
+        upstream: Upstream,
+    ) -> Tensor:
+        assert d_thresholds is not None, "counting sums the slopes"
+        scores = positives.scores.contiguous()
+        gradient = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        if gradient.numel():
+            among_bwd_kernel[_among_grid(gradient)](
+                scores=scores,
+                weights=rank_grad[1].t().contiguous(),
+                num_relevant=positives.num_relevant,
+                out=gradient,
+                P=gradient.shape[1],
+                inverse_tau=1 / self.ranker.tau,
+                **_among_blocks(gradient),
+            )
+        return d_thresholds + gradient
+
+
+def _among_blocks(rows: Tensor) -> dict[str, int]:
+    block = min(64, triton.next_power_of_2(rows.shape[1]))
+    return {"BX": block, "BY": block}
+
+
+def _among_grid(rows: Tensor) -> tuple[int, int]:
+    return len(rows), triton.cdiv(rows.shape[1], _among_blocks(rows)["BX"])
+
+
+class ExactLowering(Lowering[Exact]):
+    """Integer counts, no gradient."""
+
+    mode = STEP
+    count_dtype = torch.int32
+
+    def count_args(self, thresholds: Thresholds, width: int, device: torch.device) -> CountArgs:
+        return CountArgs(thresholds.columns, width)
+
+
+class BlackboxLowering(Lowering[Blackbox]):
+    """Integer counts before and after the perturbation."""
+
+    mode = STEP
+    count_dtype = torch.int32
+
+    def count_args(self, thresholds: Thresholds, width: int, device: torch.device) -> CountArgs:
+        return CountArgs(thresholds.columns, width)
+
+    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
+        return positives.item_ranks(*_proper_ranks(counts, thresholds, positives))
+
+    def backward_args(self, thresholds: Thresholds, rank_grad: tuple[Thresholds, Tensor], kept: None) -> BackwardArgs:
+        perturbed, scale = rank_grad
+        reached = torch.zeros(thresholds.columns.shape, dtype=torch.int32, device=scale.device)
+        peak = scale.abs().amax() * max(thresholds.columns.shape[0], 1)
+        return BackwardArgs(thresholds.columns, perturbed.columns, scale[:, 0], peak, reached=reached)
+
+    def threshold_grad(self, rank_grad: tuple[Thresholds, Tensor], kept: None, args: BackwardArgs) -> Tensor:
+        assert args.reached is not None, "perturbed ranks are counted"
+        return args.reached.t()
+
+    def positive_backward(
+        self,
+        d_thresholds: Tensor | None,
+        counts: Tensor,
+        rank_grad: tuple[Thresholds, Tensor],
+        positives: PositiveScores,
+        thresholds: Thresholds,
+        upstream: Upstream,
+    ) -> Tensor:
+        perturbed, scale = rank_grad
+        assert d_thresholds is not None, "perturbed ranks are counted by every pass"
+        after, _ = _proper_ranks(d_thresholds, perturbed, positives)
+        rank, _ = _proper_ranks(counts, thresholds, positives)
+        return ((after - rank) * scale).to(positives.scores.dtype)
+
+
+def _proper_ranks(ahead: Tensor, thresholds: Thresholds, positives: PositiveScores) -> tuple[Tensor, Tensor]:
+    """[B, P] ranks of positives among all and among the positives, from the irrelevant ones ahead of each."""
+    descending, order = thresholds.descending
+    rank, among = (torch.empty(order.shape, dtype=positives.rank_dtype, device=order.device) for _ in range(2))
+    if rank.numel():
+        block = min(256, triton.next_power_of_2(rank.shape[1]))
+        proper_kernel[(len(rank), triton.cdiv(rank.shape[1], block))](
+            ahead=ahead.contiguous(),
+            order=order,
+            descending=descending,
+            num_relevant=positives.num_relevant,
+            rank=rank,
+            among=among,
+            P=rank.shape[1],
+            BLOCK=block,
+        )
+    return rank, among
+
+
+class HistogramLowering(Lowering[Histogram]):
+    """Sums of ramps between the edges of bins."""
+
+    mode = RAMP
+    per_positive = False
+
+    @property
+    def score_scale(self) -> float:
+        return 1 / self.ranker.width
+
+    def count_args(self, thresholds: None, width: int, device: torch.device) -> CountArgs:
+        # the first edge; the kernel knows the others
+        return CountArgs(torch.full((1,), self.ranker.high * self.score_scale - 1, device=device), self.ranker.bins)
+
+    def backward_args(self, thresholds: None, rank_grad: tuple[Tensor, tuple[Tensor, ...]], kept: None) -> BackwardArgs:
+        # the table as steps at the edges, from the lowest score up: below all edges the sum is exactly 0
+        table = rank_grad[0].t()[:-1]  # [bins, rows]
+        steps = torch.cat((-table[:1], table[:-1] - table[1:], table[-1:]))
+        top = torch.full_like(steps[0], self.ranker.high / self.ranker.width)
+        return BackwardArgs(top, steps, steps, table.abs().amax())
+
+
+LOWERINGS: Mapping[type[Ranker], type[Lowering[Any]]] = {
+    Exact: ExactLowering,
+    Sigmoid: SigmoidLowering,
+    Blackbox: BlackboxLowering,
+    Histogram: HistogramLowering,
+}
+
+
+def lowering_of(ranker: Ranker, *, given_scores: bool) -> Lowering[Any] | None:
+    """The kernels of `ranker`, for given scores or for embeddings; None where there are none and it runs tiled."""
+    lowering = LOWERINGS.get(type(ranker))
+    if lowering is None or ranker.draws:
+        return None
+    if given_scores and lowering.count_dtype != torch.int32:  # the kernels for given scores count exactly
+        return None
+    return lowering(ranker)
