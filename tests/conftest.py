@@ -10,6 +10,17 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Fail browser tests that would be skipped where `.ci/run` has seen to it that there is a browser."""
+    report = yield
+    if os.environ.get("RANKGRAD_REQUIRE_BROWSER") and report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if "Chromium" in reason or "playwright" in reason:
+            report.outcome, report.longrepr = "failed", f"{reason}; RANKGRAD_REQUIRE_BROWSER is set, so this must run"
+    return report
+
+
 @pytest.fixture(scope="session")
 def tree(tmp_path_factory):
     """A function from the name of a data set to the folder of a small fake copy of it, written once."""
