@@ -29,8 +29,11 @@ from benchmarks.trials.corruption import (
 from benchmarks.trials.fuzz_case import Case, command
 from rankgrad.models import ModelSpec, build_model
 from rankgrad.recipes.catalogue import find
-from rankgrad.runs.data_cache import DataCache, RunContext
-from rankgrad.runs.pipeline import load_run, start_run
+from rankgrad.runs.pipeline import start_run
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+from rankgrad.runs.retrieval_task import RetrievalTask
+from rankgrad.runs.run_folder import RunFolder
+from rankgrad.runs.task import RunContext
 from rankgrad.search import build_index, embed_images, folder_of_images, open_run
 from rankgrad.train.checkpoints import MANIFEST, STATE, WEIGHTS, CheckpointStore
 from rankgrad.train.state_file import read_state, state_bytes
@@ -52,7 +55,7 @@ class Runs:
                 find("own-images").debug_version().with_settings({"validation": "half", "memory": 1, "loss": "rambo-recall"})
             )
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                start_run(recipe, DataCache(RunContext(data, CPU)), folder, debug=False)
+                start_run(RetrievalTask(recipe, RunContext(data, CPU)), RunFolder(folder))
         return folder
 
     def run(self, folder: Path) -> Path:
@@ -278,8 +281,8 @@ class RecipeFiles:
         what = replaced(path, rng) if rng.random() < 0.06 else edit_json(path, rng)
         call = rng.choice(
             (
-                partial(load_run, run),
-                partial(load_run, run),
+                partial(RunFolder(run).read_recipe, RetrievalRecipe),
+                partial(RunFolder(run).read_recipe, RetrievalRecipe),
                 partial(command, "eval", str(run), "--data", str(folder / "nowhere"), "--device", "cpu"),
             )
         )

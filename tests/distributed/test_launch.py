@@ -130,10 +130,10 @@ def test_only_what_was_begun_is_to_be_resumed(monkeypatch, tmp_path, capsys, fil
 
 
 def test_check_equivalence_returns_1_where_processes_disagree(monkeypatch, capsys):
-    def compare(recipe, place, *, images):
+    def compare(task, *, images):
         return equivalence.Equivalence(2, (7, 8), (0.5, 0.4), (0.5, "head"), 3, {"R@1": (0.5, 0.5)}, agrees=False)
 
-    monkeypatch.setattr(equivalence, "compare", compare)
+    monkeypatch.setattr(equivalence, "compare_processes", compare)
     monkeypatch.setattr(train_commands, "launched", lambda: True)
     assert cli.main(["check-equivalence", "glyphs-fastap"]) == 1
     assert "they DO NOT agree" in capsys.readouterr().out

@@ -27,8 +27,9 @@ import rankgrad as rg
 from rankgrad.data.seeds import generator
 from rankgrad.eval import evaluate_sharded, evaluate_table, rank_counts
 from rankgrad.recipes.catalogue import find
-from rankgrad.runs.data_cache import RunContext
-from rankgrad.runs.equivalence import Equivalence, compare
+from rankgrad.runs.equivalence import Equivalence, compare_processes
+from rankgrad.runs.retrieval_task import RetrievalTask
+from rankgrad.runs.task import RunContext
 from rankgrad.train.checkpoints import CheckpointStore
 from rankgrad.train.errors import TrainingError
 from rankgrad.train.journal import entries
@@ -348,15 +349,15 @@ def equivalences(processes: Processes, folder: Path) -> dict[str, Equivalence]:
     place = RunContext(None, torch.device("cpu"), cache=folder / "cache", processes=processes)
     recipe = find("glyphs-recall-at-k").debug_version()
     found = {
-        "ddp": compare(recipe, place, images=15),
-        "fsdp": compare(recipe, replace(place, parallel="fsdp"), images=15),
-        "with memory": compare(replace(recipe, memory=2), place, images=15),
-        "with simix": compare(replace(recipe, simix=True), place, images=15),
+        "ddp": compare_processes(RetrievalTask(recipe, place), images=15),
+        "fsdp": compare_processes(RetrievalTask(recipe, replace(place, parallel="fsdp")), images=15),
+        "with memory": compare_processes(RetrievalTask(replace(recipe, memory=2), place), images=15),
+        "with simix": compare_processes(RetrievalTask(replace(recipe, simix=True), place), images=15),
     }
     right = rg.DistributedRankLoss
     rg.DistributedRankLoss = partial(right, averaged=False)
     try:
-        found["gradients summed where they are averaged"] = compare(recipe, place, images=15)
+        found["gradients summed where they are averaged"] = compare_processes(RetrievalTask(recipe, place), images=15)
     finally:
         rg.DistributedRankLoss = right
     return found

@@ -14,9 +14,9 @@ from rankgrad.data.readers.roxford import _box
 from rankgrad.data.table import Table
 from rankgrad.models import ModelSpec, build_model
 from rankgrad.report.run_reader import read_runs
-from rankgrad.runs.pipeline import _is_free, load_run
 from rankgrad.runs.recipe import settings_of
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+from rankgrad.runs.run_folder import RunFolder
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\n"
 
@@ -97,16 +97,17 @@ def test_a_flag_whose_value_is_the_end_of_flags(capsys):
 def test_a_recipe_file_that_is_none(content, tmp_path):
     (tmp_path / "recipe.json").write_text(content)
     with pytest.raises(ValueError, match=r"recipe\.json is not a recipe that this version can read"):
-        load_run(tmp_path)
+        RunFolder(tmp_path).read_recipe(RetrievalRecipe)
 
 
 def test_a_run_killed_before_its_first_step_may_begin_again(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / ".writing-probe").touch()
     (tmp_path / ".writing-recipe.json").touch()
-    assert _is_free(tmp_path)
+    RunFolder(tmp_path).check_free()
     (tmp_path / "checkpoints" / "step-00000003").mkdir()
-    assert not _is_free(tmp_path)
+    with pytest.raises(ValueError, match="already exists and is not empty"):
+        RunFolder(tmp_path).check_free()
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ from rankgrad.cli.train_commands import parse_seeds
 from rankgrad.recipes.catalogue import find
 from rankgrad.recipes.studies import STUDIES, studies_of
 from rankgrad.runs import study, sweep
-from rankgrad.runs.data_cache import DataCache, RunContext
-from rankgrad.runs.ledger import Entry, Ledger, as_csv, markdown, mean_and_deviation, percentages
+from rankgrad.runs.ledger import Entry, Ledger, as_csv, mean_and_deviation, percentages
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+from rankgrad.runs.retrieval_task import RetrievalTask
+from rankgrad.runs.task import RunContext
 
 CPU = torch.device("cpu")
 RECIPE = find("omniglot-recall-at-k")
@@ -34,7 +35,8 @@ class FakeTraining:
         self.runs: list[tuple[str, float, int, str]] = []
         self.fail_at = fail_at
 
-    def __call__(self, recipe, data, folder, *, splits):
+    def __call__(self, task, folder, *, splits):
+        recipe = task.recipe
         if len(self.runs) == self.fail_at:
             raise RuntimeError("the power went out")
         self.runs.append((recipe.validation, recipe.lr, recipe.seed, ",".join(splits)))
@@ -43,14 +45,20 @@ class FakeTraining:
         return {split: {"R@1": value, "mAP": value / 2} for split in splits}, 1.5
 
 
-class FakeDataCache:
-    def tests(self, recipe):
-        return {"test": ("omniglot", "test")}
+class FakeTask:
+    def __init__(self, recipe=RECIPE):
+        self.recipe = recipe
+
+    def with_recipe(self, recipe):
+        return FakeTask(recipe)
+
+    def test_splits(self):
+        return ["test"]
 
 
 def run_sweep(folder: Path, training, monkeypatch, **options):
     monkeypatch.setattr(sweep, "train_and_evaluate", training)
-    return sweep.sweep(RECIPE, {"lr": (0.1, 0.2, 0.3)}, (0, 1), FakeDataCache(), folder, **options)
+    return sweep.run_sweep(FakeTask(), {"lr": (0.1, 0.2, 0.3)}, (0, 1), folder, **options)
 
 
 def test_validation_classes_choose_and_the_choice_is_tested_once(tmp_path, monkeypatch):
@@ -105,7 +113,7 @@ def test_a_wrong_combination_is_found_before_anything_runs(tmp_path, monkeypatch
     training = FakeTraining()
     monkeypatch.setattr(sweep, "train_and_evaluate", training)
     with pytest.raises(ValueError, match="`batch_size` must be a multiple of `per_class`"):
-        sweep.sweep(RECIPE, {"batch_size": (960, 961)}, (0,), FakeDataCache(), tmp_path)
+        sweep.run_sweep(FakeTask(), {"batch_size": (960, 961)}, (0,), tmp_path)
     assert training.runs == []
 
 
@@ -121,10 +129,10 @@ def test_grids():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (["lr"], "--grid wants SETTING=VALUE,VALUE,..., got 'lr'"),
+        (["lr"], "--grid must be SETTING=VALUE,VALUE,..., got 'lr'"),
         (["lrr=1"], "there is no setting 'lrr': did you mean 'lr'?"),
         (["lr=fast"], "`lr` must be a finite number, got 'fast'"),
-        (["seed=1,2"], "seed is decided by the sweep itself"),
+        (["seed=1,2"], "seed is set by the sweep itself"),
         (["lr=1", "lr=2"], "lr is given twice"),
     ],
 )
@@ -154,7 +162,6 @@ def test_mean_and_deviation():
         'g,l,"ks=1,2",0,test,0.500000,,1.0',
         "g,l,,0,test,,1.000000,1.0",
     ]
-    assert markdown(["a", "b"], [["x", "10"]]) == "| a |  b |\n| - | -: |\n| x | 10 |"
 
 
 def test_the_ledger_survives_its_process(tmp_path):
@@ -167,7 +174,7 @@ def test_the_ledger_survives_its_process(tmp_path):
 @pytest.mark.parametrize("chosen", studies_of(RetrievalRecipe).values(), ids=studies_of(RetrievalRecipe))
 def test_every_line_of_a_study_is_a_recipe_that_sees_as_many_images(chosen):
     images = 19_280
-    sized = {v.label: study._sized(chosen.base, v, images, debug=False) for v in chosen.variations}
+    sized = {v.label: study.match_budget(chosen.base, chosen.base.with_settings(v.changes), images) for v in chosen.variations}
     seen = chosen.base.epochs * images
     for recipe in sized.values():
         # half a batch is the most that rounding can cost
@@ -189,15 +196,17 @@ def test_every_line_of_a_study_is_a_recipe_that_sees_as_many_images(chosen):
 def test_the_same_settings_in_two_groups_run_once(tree, tmp_path, monkeypatch, capsys):
     ran = []
 
-    def training(recipe, data, folder, *, splits):
+    def training(task, run, *, splits, **options):
+        recipe = task.recipe
         ran.append(recipe)
-        return {"test": dict.fromkeys(study.METRICS, 0.5 + 0.001 * recipe.bins + 0.0001 * recipe.seed)}, 2.0
+        (run.path / "checkpoints").mkdir(parents=True)
+        return {"test": dict.fromkeys(STUDIES["omniglot"].metrics, 0.5 + 0.001 * recipe.bins + 0.0001 * recipe.seed)}, 2.0
 
     monkeypatch.setattr(study, "train_and_evaluate", training)
     chosen = STUDIES["omniglot"]
-    data = DataCache(RunContext(tree("omniglot"), CPU))
-    base = replace(chosen.base, partial=True, batch_size=12)
-    table = study.run_study(chosen, base, (0, 1), data, tmp_path, only="FastAPLoss")
+    task = RetrievalTask(chosen.base, RunContext(tree("omniglot"), CPU))
+    changes = {"partial": True, "batch_size": 12}
+    table = study.run_study(chosen, task, (0, 1), tmp_path, changes=changes, only="FastAPLoss")
     labels = [v.label for v in chosen.chosen("FastAPLoss")]
     # FastAP with 10 bins stands in three groups
     assert len(ran) == 2 * (len(labels) - 2)
@@ -230,7 +239,7 @@ def test_a_real_study_in_miniature(tree, tmp_path, capsys):
     command = ["study", "omniglot", "--data", str(tree("omniglot")), "--debug", "--only", "sampling", "--device", "cpu"]
     assert cli.main([*command, "--out", str(tmp_path), "--csv", str(tmp_path / "x" / "table.csv"), "--cache", "none"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^\| FastAPLoss, category-hard +\|( +[\d.]+ \|){4} +\d+ s \|$", out, re.MULTILINE)
+    assert re.search(r"^\| FastAPLoss, category-hard +\|( +[\d.]+ \|){4} +[\d.]+ m?s \|$", out, re.MULTILINE)
     with (tmp_path / "x" / "table.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["changes"].split("sampler=")[1].split()[0] for row in rows] == [

@@ -15,13 +15,14 @@ from rankgrad import cli
 from rankgrad.data.table import Table
 from rankgrad.eval import evaluate
 from rankgrad.recipes.catalogue import find
-from rankgrad.runs.data_cache import DataCache, RunContext
-from rankgrad.runs.pipeline import load_run, start_run
+from rankgrad.runs.pipeline import comparison, start_run
 from rankgrad.runs.recipe import Published
-from rankgrad.runs.retrieval_evaluation import comparison, embeddings_of
+from rankgrad.runs.retrieval_evaluation import RetrievalEvaluation
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
-from rankgrad.runs.retrieval_task import SubsetSampler, largest_batch, make_batches, make_sampler
-from rankgrad.runs.task_losses import make_loss
+from rankgrad.runs.retrieval_task import RetrievalTask, SubsetSampler, largest_batch, make_sampler, whiten
+from rankgrad.runs.run_folder import RunFolder
+from rankgrad.runs.task import RunContext
+from rankgrad.train.processes import ALONE
 
 CPU = torch.device("cpu")
 QUIET = ["--device", "cpu", "--cache", "none", "--no-tensorboard"]
@@ -34,6 +35,14 @@ def train(*arguments: object) -> int:
 def last_weights(run: Path) -> bytes:
     folder = json.loads((run / "checkpoints" / "last.json").read_text())["folder"]
     return (run / "checkpoints" / folder / "weights.safetensors").read_bytes()
+
+
+def saved_recipe(run: Path) -> RetrievalRecipe:
+    return RunFolder(run).read_recipe(RetrievalRecipe)
+
+
+def task_for(recipe, data=None) -> RetrievalTask:
+    return RetrievalTask(recipe, RunContext(data, CPU))
 
 
 def table(labels, **known) -> Table:
@@ -59,16 +68,16 @@ def test_a_folder_in_use_is_refused_and_a_changed_run_is_not_resumed(tree, tmp_p
     command = ("sop-fastap-r50-m96", "--data", tree("sop"), "--debug", "--out", out)
     assert train(*command) == 0
     assert train(*command) == 2
-    assert f"{out} is there already and not empty: continue the run in it with --resume {out}" in capsys.readouterr().err
+    assert f"{out} already exists and is not empty: resume the run in it with --resume {out}" in capsys.readouterr().err
     assert train("--resume", out, "--bins", 5) == 2
     assert re.search(r"was started differently \(bins was 10 and is 5\)", capsys.readouterr().err)
-    assert load_run(out).recipe.bins == 10, "a refused change leaves the run as it was"
+    assert saved_recipe(out).bins == 10, "a refused change leaves the run as it was"
     with pytest.raises(SystemExit, match="2"):
         train("--resume", out, "--out", tmp_path / "x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("precious")
     assert train(*command[:-1], tmp_path / "full") == 2
-    assert "give another folder with --out" in capsys.readouterr().err
+    assert "choose another folder with --out" in capsys.readouterr().err
 
 
 def test_a_run_that_failed_before_its_first_step_may_begin_again(tree, tmp_path):
@@ -95,8 +104,8 @@ def test_own_images_in_folders_or_a_list(tree, tmp_path, capsys):
     # six classes of five images: the batch is found from them
     for name, data in (("folder", tree("folder")), ("csv", tree("csv")), ("file", tree("csv") / "dataset.csv")):
         assert train("--data", data, "--loss", "fastap", "--debug", "--batch-size", 0, "--out", tmp_path / name) == 0
-        saved = load_run(tmp_path / name)
-        assert (saved.recipe.loss, saved.recipe.data_set) == ("fastap", "folder" if name == "folder" else "csv")
+        saved = saved_recipe(tmp_path / name)
+        assert (saved.loss, saved.data_set) == ("fastap", "folder" if name == "folder" else "csv")
         start = json.loads((tmp_path / name / "journal.jsonl").read_text().splitlines()[0])
         assert start["data"] == {"train": {"images": 30, "classes": 6}}
         assert start["steps_per_epoch"] == 1
@@ -119,10 +128,12 @@ def test_a_run_is_tested_again(tree, tmp_path, capsys):
     assert json.loads(path.read_text()) == json.loads(first)
     again = ["eval", str(run), "--split", "small", "--protocol", "vehicleid-official", "--device", "cpu"]
     assert cli.main(again) == 0
-    assert json.loads(path.read_text())["protocol"] == "vehicleid-official"
+    assert json.loads(path.read_text()) == json.loads(first), "another protocol does not replace the run's own result"
+    other = run / "eval" / "small@vehicleid-official" / "result.json"
+    assert json.loads(other.read_text())["protocol"] == "vehicleid-official"
     capsys.readouterr()
     for wrong, message in (
-        (["--split", "smal"], "cannot be tested on 'smal': there is small, medium, large"),
+        (["--split", "smal"], "cannot be tested on 'smal': choose one of small, medium, large"),
         (["--checkpoint", "best"], "no best checkpoint"),
         (["--protocol", "official"], "protocol must be one of"),
         (["--data", str(tmp_path / "nowhere")], "does not exist"),
@@ -133,7 +144,7 @@ def test_a_run_is_tested_again(tree, tmp_path, capsys):
 
 def test_damaged_run_folders_are_explained(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
-        load_run(tmp_path)
+        saved_recipe(tmp_path)
     for content, message in (
         ("{", "not a recipe"),
         ('{"name": "x"}', "settings"),
@@ -141,7 +152,7 @@ def test_damaged_run_folders_are_explained(tmp_path):
     ):
         (tmp_path / "recipe.json").write_text(content)
         with pytest.raises(ValueError, match=message):
-            load_run(tmp_path)
+            saved_recipe(tmp_path)
 
 
 def test_a_choice_on_the_test_classes_is_labelled(tree, tmp_path):
@@ -153,26 +164,24 @@ def test_a_choice_on_the_test_classes_is_labelled(tree, tmp_path):
 
 def test_validation_classes_are_not_trained_on(tree):
     recipe = replace(find("cub-recall-at-k").debug_version(), validation="half")
-    data = DataCache(RunContext(tree("cub"), CPU))
-    part, validation = data.training(recipe)
+    task = task_for(recipe, tree("cub"))
+    part, validation = task.data.training(recipe)
     assert not set(part.labels) & set(validation.labels)
     assert set(part.labels) | set(validation.labels) == set(part.table.labels)
     assert part.images is validation.images, "images are decoded once"
-    batches = make_batches(recipe, part, data.context)
+    batches = task.make_batches()
     seen = {int(label) for epoch in range(3) for batch in _epoch(batches, epoch) for label in batch.labels}
     assert seen
     assert seen <= set(part.labels)
 
 
-def test_rows_of_a_part_are_embedded_as_rows_of_the_whole(tree):
-    from rankgrad.runs.task_models import make_model
-
+def test_selected_rows_are_embedded_as_rows_of_the_whole(tree):
     recipe = replace(find("cub-recall-at-k").debug_version(), validation="half")
-    data = DataCache(RunContext(tree("cub"), CPU))
-    model = make_model(recipe, CPU)
-    _, validation = data.training(recipe)
-    whole = embeddings_of(recipe, model, replace(validation, rows=None), data.context)
-    part = embeddings_of(recipe, model, validation, data.context)
+    task = task_for(recipe, tree("cub"))
+    model = task.make_model(pretrained=True)
+    _, validation = task.data.training(recipe)
+    whole = task.embed(model, replace(validation, rows=None))
+    part = task.embed(model, validation)
     assert validation.rows.min() > 0
     torch.testing.assert_close(part, whole[validation.rows])
     assert validation.selected.paths == tuple(validation.table.paths[row] for row in validation.rows)
@@ -193,20 +202,19 @@ def _epoch(batches, epoch):
 
 
 def test_the_best_validation_checkpoint_is_tested(tree, tmp_path, monkeypatch, capsys):
-    from rankgrad.runs import pipeline
-
     scores = iter([0.9, 0.1])
-    monkeypatch.setattr(pipeline, "_evaluators", lambda *_: {"validation": lambda model: {"R@1": next(scores)}})
+    monkeypatch.setattr(RetrievalTask, "evaluators", lambda _: {"validation": lambda model: {"R@1": next(scores)}})
     recipe = replace(find("cub-recall-at-k").debug_version(), validation="half")
-    start_run(recipe, DataCache(RunContext(tree("cub"), CPU)), tmp_path / "run")
+    start_run(task_for(recipe, tree("cub")), RunFolder(tmp_path / "run"))
     best = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
     assert (best["epoch"], best["metrics"]["R@1"]) == (1, 0.9)
     assert "testing the best checkpoint" in capsys.readouterr().out
     # the tested embeddings are those of the best weights, which `eval` takes too, and not those of the last
     tested = np.load(tmp_path / "run" / "eval" / "test" / "embeddings.npy")
-    for which, same in (("best", True), ("last", False)):
+    for which, key, same in (("best", "test", True), ("last", "test@last", False)):
         assert cli.main(["eval", str(tmp_path / "run"), "--checkpoint", which, "--device", "cpu"]) == 0
-        assert np.array_equal(np.load(tmp_path / "run" / "eval" / "test" / "embeddings.npy"), tested) == same
+        assert np.array_equal(np.load(tmp_path / "run" / "eval" / key / "embeddings.npy"), tested) == same
+    assert np.array_equal(np.load(tmp_path / "run" / "eval" / "test" / "embeddings.npy"), tested), "its own result stays"
 
 
 def test_settings_reach_the_loop():
@@ -230,20 +238,22 @@ def test_settings_reach_the_loop():
     ],
 )
 def test_a_recipe_makes_its_loss(name, kind, expected):
-    loss = make_loss(find(name))
+    loss = task_for(find(name)).make_loss()
     assert type(loss) is kind
     assert (loss.ranker, loss.objective) == (expected.ranker, expected.objective)
 
 
 def test_simix_memory_and_the_query_in_the_database():
-    simix = make_loss(find("cars-recall-at-k-simix"))
+    simix = task_for(find("cars-recall-at-k-simix")).make_loss()
     assert isinstance(simix, rg.SiMix)
     assert simix.loss.objective.ks == (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
-    memory = make_loss(find("sop-rambo-loglog"))
+    memory = task_for(find("sop-rambo-loglog")).make_loss()
     assert isinstance(memory, rg.EmbeddingMemory)
     assert memory.size == 3
     embeddings, labels = torch.eye(4), torch.tensor([0, 0, 1, 1])
-    plain, compatible = (make_loss(replace(find("cars-recall-at-k"), query_in_database=flag)) for flag in (False, True))
+    plain, compatible = (
+        task_for(replace(find("cars-recall-at-k"), query_in_database=flag)).make_loss() for flag in (False, True)
+    )
     assert compatible(embeddings, labels) > plain(embeddings, labels)
 
 
@@ -274,7 +284,7 @@ def test_the_largest_batch():
 
 def test_the_comparison_has_differences_protocols_and_sources():
     result = evaluate(torch.eye(4), [0, 0, 1, 1], ks=(1, 2))
-    found = {"test": result}
+    found = {"test": RetrievalEvaluation("test", table([0, 0, 1, 1]), np.eye(4), result, result.protocol.name, ALONE)}
     published = (
         Published("R@1", 50.0, "Paper, Table 1"),
         Published("R@1", 99.0, "Paper, Table 9"),
@@ -283,33 +293,40 @@ def test_the_comparison_has_differences_protocols_and_sources():
     )
     lines = comparison(found, published).splitlines()
     value = 100 * result["R@1"]
-    assert re.fullmatch(rf"test +R@1 +{value:.1f} +50\.0 +{value - 50:+.1f} +all-vs-all +Paper, Table 1", lines[1])
-    assert re.fullmatch(r"test +R@2 +[\d.]+ +diverged +all-vs-all +Paper, Table 1", lines[2])
+    assert re.fullmatch(
+        rf"test +R@1 +{value:.1f} +[\d.]+ - [\d.]+ +50\.0 +{value - 50:+.1f} +all-vs-all +Paper, Table 1", lines[1]
+    )
+    assert re.fullmatch(r"test +R@2 +[\d.]+ +[\d.]+ - [\d.]+ +diverged +all-vs-all +Paper, Table 1", lines[2])
     assert not any("12.0" in line or "Table 9" in line for line in lines)
-    assert any(re.fullmatch(r"test +mAP +[\d.]+ +all-vs-all", line) for line in lines)
+    assert any(re.fullmatch(r"test +mAP +[\d.]+ +[\d.]+ - [\d.]+ +all-vs-all", line) for line in lines)
 
 
 def test_the_published_means_are_compared_too():
-    class Landmarks(dict):
-        protocol = evaluate(torch.eye(2), [0, 0]).protocol
+    class Landmarks:
+        protocol, details, headline = "roxford", "", ()
+
+        def __init__(self, metrics):
+            self.metrics = metrics
+
+        def intervals(self):
+            return {}
 
     values = {"roxford5k": (0.6, 0.4), "roxford5k+r1m": (0.5, 0.3), "rparis6k": (0.8, 0.6), "rparis6k+r1m": (0.6, 0.4)}
     found = {split: Landmarks({"mAP[medium]": m, "mAP[hard]": h}) for split, (m, h) in values.items()}
-    text = comparison(found, find("gldv1-recall-at-k").published)
+    task = task_for(find("gldv1-recall-at-k"))
+    text = comparison(found, task.published(), task.combine(found))
     assert re.search(r"^mean +mAP +52\.5 +53\.1 +-0\.6 ", text, re.MULTILINE)
     assert re.search(r"^mean\+r1m +mAP +45\.0 +41\.0 +\+4\.0 ", text, re.MULTILINE)
     del found["rparis6k+r1m"]
-    assert "mean" not in comparison(found, find("gldv1-recall-at-k").published)
+    assert "mean" not in comparison(found, task.published(), task.combine(found))
 
 
 def test_whitening_sets_the_first_linear_layer(tree):
-    from rankgrad.runs.task_models import make_model, whiten
-
     recipe = replace(find("gldv1-recall-at-k").debug_version(), test_on=())
-    data = DataCache(RunContext(tree("gldv1"), CPU))
-    model = make_model(recipe, CPU)
+    task = task_for(recipe, tree("gldv1"))
+    model = task.make_model(pretrained=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    remarks = whiten(recipe, model, data.part(recipe, "train"), data.context)
+    remarks = whiten(task, model, task.data.split(recipe, "train"))
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"head.linear.weight", "head.linear.bias"}
     assert len(remarks) == 1
@@ -319,11 +336,9 @@ def test_whitening_sets_the_first_linear_layer(tree):
 
 
 def test_the_direction_that_layer_norm_takes_away_is_not_remarked_on():
-    from rankgrad.runs.task_models import make_model, whiten
-
     recipe = find("glyphs-recall-at-k")
-    data = DataCache(RunContext(None, CPU))
-    assert whiten(recipe, make_model(recipe, CPU), data.part(recipe, "train"), data.context) == []
+    task = task_for(recipe)
+    assert whiten(task, task.make_model(pretrained=True), task.data.split(recipe, "train")) == []
 
 
 def test_the_plan_needs_no_data(capsys):

@@ -10,7 +10,7 @@ from train.tiny_loop import Vectors, batch, network, remembering
 import rankgrad as rg
 from rankgrad.runs import step_cost
 from rankgrad.runs.embedding import embed
-from rankgrad.runs.step_cost import plan
+from rankgrad.runs.step_cost import measure_step
 from rankgrad.train.settings import TrainSettings
 
 SETTINGS = TrainSettings(epochs=1)
@@ -21,7 +21,7 @@ def make_batch():
 
 
 def test_a_plan_measures_and_chooses():
-    made = plan(network(), rg.FastAPLoss(), make_batch, SETTINGS, steps_per_epoch=10)
+    made = measure_step(network(), rg.FastAPLoss(), make_batch, SETTINGS, steps_per_epoch=10)
     assert [cost.chunk_size for cost in made.tried] == [6, 12, 24]
     assert [cost.chunks for cost in made.tried] == [4, 2, 1]
     assert all(cost.measured and cost.memory > 0 and cost.forward > 0 for cost in made.tried)
@@ -41,7 +41,7 @@ def test_measuring_leaves_no_trace():
     model, loss = network(), remembering()
     model.eval()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    plan(model, loss, make_batch, SETTINGS)
+    measure_step(model, loss, make_batch, SETTINGS)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
@@ -50,17 +50,17 @@ def test_measuring_leaves_no_trace():
 
 
 def test_what_does_not_fit_is_not_chosen(monkeypatch):
-    needed = {cost.chunk_size: cost.memory for cost in plan(network(), rg.FastAPLoss(), make_batch, SETTINGS).tried}
-    optimizer = plan(network(), rg.FastAPLoss(), make_batch, SETTINGS).optimizer_memory
+    needed = {cost.chunk_size: cost.memory for cost in measure_step(network(), rg.FastAPLoss(), make_batch, SETTINGS).tried}
+    optimizer = measure_step(network(), rg.FastAPLoss(), make_batch, SETTINGS).optimizer_memory
     monkeypatch.setattr(step_cost, "available_bytes", lambda device: 2 * (needed[12] + 10 + optimizer))
-    made = plan(network(), rg.FastAPLoss(), make_batch, SETTINGS)
+    made = measure_step(network(), rg.FastAPLoss(), make_batch, SETTINGS)
     assert [cost.fits(made.available) for cost in made.tried] == [True, True, False]
     assert made.chunk_size in (6, 12)
     assert "does not fit" in str(made)
 
 
 def test_impatience_estimates():
-    made = plan(network(), rg.FastAPLoss(), make_batch, SETTINGS, patience=1e-9)
+    made = measure_step(network(), rg.FastAPLoss(), make_batch, SETTINGS, patience=1e-9)
     assert [cost.measured for cost in made.tried] == [True, False, False]
     assert made.tried[2].forward == pytest.approx(4 * made.tried[0].forward)
     assert "estimated" in str(made)
@@ -68,7 +68,7 @@ def test_impatience_estimates():
 
 def test_live_batch_norm_leaves_no_choice():
     model = nn.Sequential(nn.BatchNorm1d(10), network())
-    made = plan(model, rg.FastAPLoss(), make_batch, SETTINGS)
+    made = measure_step(model, rg.FastAPLoss(), make_batch, SETTINGS)
     assert [cost.chunk_size for cost in made.tried] == [24]
     assert model[0].num_batches_tracked == 0
 

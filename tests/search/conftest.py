@@ -7,8 +7,10 @@ import torch
 from fake_datasets import build
 
 from rankgrad.recipes.catalogue import find
-from rankgrad.runs.data_cache import DataCache, RunContext
 from rankgrad.runs.pipeline import start_run
+from rankgrad.runs.retrieval_task import RetrievalTask
+from rankgrad.runs.run_folder import RunFolder
+from rankgrad.runs.task import RunContext
 from rankgrad.search import Gallery, Network, Searcher, build_index, embed_images, folder_of_images, open_run
 
 
@@ -20,7 +22,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def run_folder(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    start_run(find("own-images").debug_version(), DataCache(RunContext(data, torch.device("cpu"))), folder, debug=True)
+    task = RetrievalTask(find("own-images").debug_version(), RunContext(data, torch.device("cpu")))
+    start_run(task, RunFolder(folder), debug=True)
     return folder
 
 

@@ -10,10 +10,14 @@ from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_n
 from rankgrad.cli.show_commands import report_parser, report_path, show_recipes
 from rankgrad.cli.train_commands import parse_seeds
 from rankgrad.detection.detection_recipe import DetectionRecipe
-from rankgrad.detection.detection_task import Place, evaluate_run, resume_run, start_run
+from rankgrad.detection.detection_report import write_report
+from rankgrad.detection.detection_task import DetectionTask
 from rankgrad.recipes.catalogue import find, recipes_of
 from rankgrad.recipes.studies import studies_of
+from rankgrad.runs.pipeline import evaluate_run, resume_run, start_run
 from rankgrad.runs.recipe import settings_of
+from rankgrad.runs.run_folder import RunFolder
+from rankgrad.runs.task import RunContext
 
 Verb = Callable[[Sequence[str]], int]
 
@@ -53,17 +57,18 @@ def train(arguments: Sequence[str]) -> int:
         if given.resume and given.out:
             parser.error("--resume RUN and --out DIR both name the run's folder: give one")
         folder = Path(given.resume) if given.resume else given.out or Path("runs") / _chosen(parser, given, changes).name
-        resume_run(folder, _place(given), changes)
-        return 0
-    recipe = _chosen(parser, given, changes)
-    start_run(recipe, _place(given), given.out or Path("runs") / recipe.name, debug=given.debug)
+        run = RunFolder(folder)
+        resume_run(DetectionTask.from_run(run, _place(given), changes), run)
+    else:
+        recipe = _chosen(parser, given, changes)
+        run = RunFolder(given.out or Path("runs") / recipe.name)
+        start_run(DetectionTask(recipe, _place(given)), run, debug=given.debug)
+    print(f"report: {write_report([run.path], run.path / 'report.html')}")
     return 0
 
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Test a trained run again."""
-    from rankgrad.detection.detection_report import write_report
-
     parser = Parser("rankgrad detect eval", "Test the last checkpoint of a run again.")
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     parser.add_argument("--score-threshold", metavar="SHARE", help="below which a box is not reported [the run's own]")
@@ -71,15 +76,14 @@ def evaluate(arguments: Sequence[str]) -> int:
     given = parser.parse(arguments)
     text = given.score_threshold
     changes = {} if text is None else {"score_threshold": settings_of(DetectionRecipe)["score_threshold"].parse(text)}
-    evaluate_run(given.run, _place(given), changes=changes)
+    run = RunFolder(given.run)
+    evaluate_run(DetectionTask.from_run(run, _place(given), changes), run)
     print(f"report: {write_report([given.run], given.run / 'report.html')}")
     return 0
 
 
 def report(arguments: Sequence[str]) -> int:
     """Make one HTML page of runs: AP of classes, curves, images with boxes."""
-    from rankgrad.detection.detection_report import write_report
-
     parser = report_parser("rankgrad detect report", "Write one HTML page about a run or several; it opens offline.")
     given = parser.parse(arguments)
     out = write_report(given.runs, report_path(given.runs, given.out))
@@ -94,17 +98,18 @@ def recipes(arguments: Sequence[str]) -> int:
 
 def plan(arguments: Sequence[str]) -> int:
     """Measure a step of a recipe on this machine, and the loss's part in it."""
-    from rankgrad.detection.detection_cost import plan_step
+    from rankgrad.runs.step_cost import step_cost_of
 
     parser = _recipe_parser("rankgrad detect plan", "Measure a training step and the classification loss in it.", arguments)
     given = parser.parse(arguments)
-    print(plan_step(_chosen(parser, given, changed_settings(given, DetectionRecipe)), _place(given).device))
+    recipe = _chosen(parser, given, changed_settings(given, DetectionRecipe))
+    print(f"{recipe.name}: {recipe.what}\n{step_cost_of(DetectionTask(recipe, _place(given)))}")
     return 0
 
 
 def study(arguments: Sequence[str]) -> int:
     """Cross-entropy against the AP loss with the same budget, several seeds each."""
-    from rankgrad.detection.detection_study import run_study
+    from rankgrad.runs.study import run_study
 
     known = studies_of(DetectionRecipe)
     parser = Parser("rankgrad detect study", "Train with cross-entropy and with the AP loss, with the same budget and seeds.")
@@ -121,7 +126,10 @@ def study(arguments: Sequence[str]) -> int:
         parser.error(f"there is no study {given.study!r}: {hint}")
     folder = given.out or Path("runs") / f"detect-{given.study}{'-debug' if given.debug else ''}"
     seeds, changes = parse_seeds(given.seeds), changed_settings(given, DetectionRecipe)
-    print(f"\n{run_study(known[given.study], changes, seeds, _place(given), folder, csv=given.csv, debug=given.debug)}")
+    chosen = known[given.study]
+    assert isinstance(chosen.base, DetectionRecipe)
+    task = DetectionTask(chosen.base, _place(given))
+    print(f"\n{run_study(chosen, task, seeds, folder, changes=changes, csv=given.csv, debug=given.debug)}")
     return 0
 
 
@@ -165,7 +173,8 @@ def _chosen(parser: Parser, given: argparse.Namespace, changes: dict[str, Any]) 
     return recipe.debug_version(has_data=given.data is not None).with_settings(changes) if given.debug else recipe
 
 
-def _place(given: argparse.Namespace) -> Place:
+def _place(given: argparse.Namespace) -> RunContext:
     if given.workers < 1:
         raise ValueError(f"--workers must be at least 1, got {given.workers}")
-    return Place(None if given.data is None else given.data.expanduser().resolve(), device_named(given.device), given.workers)
+    data = None if given.data is None else given.data.expanduser().resolve()
+    return RunContext(data, device_named(given.device), workers=given.workers)

@@ -12,11 +12,10 @@ import torch
 from rankgrad._messages import did_you_mean
 from rankgrad.cli.launch import launch, without_flag
 from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named
-from rankgrad.recipes.catalogue import find, recipes_of
-from rankgrad.runs.data_cache import DataCache, RunContext
+from rankgrad.recipes.catalogue import find, recipes_of, task_of
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
-from rankgrad.runs.run_folder import RECIPE_FILE
-from rankgrad.train.checkpoints import CheckpointStore
+from rankgrad.runs.run_folder import RunFolder
+from rankgrad.runs.task import RunContext
 from rankgrad.train.errors import FailedProcessError, TrainingError
 from rankgrad.train.processes import Processes, join, launched
 from rankgrad.train.sharding import Parallel
@@ -27,6 +26,7 @@ CHECKPOINTS = ("best", "last")
 def train(arguments: Sequence[str]) -> int:
     """`rankgrad train [RECIPE] --data DIR` or `rankgrad train --resume RUN`."""
     from rankgrad.runs.pipeline import resume_run, start_run
+    from rankgrad.runs.retrieval_task import RetrievalTask
 
     parser = _recipe_parser("rankgrad train", "Train a recipe, or your own images, and test the result.", arguments)
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run [runs/RECIPE]")
@@ -59,9 +59,11 @@ def train(arguments: Sequence[str]) -> int:
     with join(device_named(given.device)) as processes:
         place = replace(_place(given, processes), parallel=given.parallel)
         if given.resume is not None:
-            return resume_run(folder, place, changes)
+            run = RunFolder(folder)
+            resume_run(task_of(run, place, changes), run)
+            return 0
         assert recipe is not None, "a run that is not resumed has a recipe"
-        start_run(recipe, DataCache(place), folder, debug=given.debug)
+        start_run(RetrievalTask(recipe, place), RunFolder(folder), debug=given.debug)
     return 0
 
 
@@ -69,11 +71,11 @@ def _launched_training(arguments: Sequence[str], processes: int, folder: Path) -
     try:
         return launch(["train", *without_flag(arguments, "--processes")], processes)
     except FailedProcessError as error:
-        begun = (folder / RECIPE_FILE).is_file()
+        run = RunFolder(folder)
+        begun = run.recipe_file.is_file()
         resume = f"Continue with: rankgrad train --resume {folder} --processes {processes}"
         way = resume if begun else "Nothing of the run was written: start it again"
-        last = CheckpointStore(folder / "checkpoints").describe_last()
-        raise TrainingError(f"{error}; {last}. {way}") from error
+        raise TrainingError(f"{error}; {run.checkpoints.describe_last()}. {way}") from error
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -94,25 +96,30 @@ def evaluate(arguments: Sequence[str]) -> int:
         return launch(["eval", *without_flag(arguments, "--processes")], given.processes)
     with join(device_named(given.device)) as processes:
         place = _place(given, processes)
-        evaluate_run(given.run, place, splits=given.split, checkpoint=given.checkpoint, protocol=given.protocol)
+        run = RunFolder(given.run)
+        task = task_of(run, place)
+        evaluate_run(task, run, splits=given.split, checkpoint=given.checkpoint, protocol=given.protocol)
     return 0
 
 
 def plan(arguments: Sequence[str]) -> int:
     """`rankgrad plan RECIPE`."""
-    from rankgrad.runs.retrieval_cost import plan_recipe
+    from rankgrad.runs.retrieval_task import RetrievalTask
+    from rankgrad.runs.step_cost import step_cost_of
 
     parser = _recipe_parser("rankgrad plan", "Measure a step of a recipe on this machine: time, memory, chunk size.", arguments)
     given = parser.parse(arguments)
     if not given.recipe:
         parser.error("name the recipe to plan; `rankgrad recipes` lists them")
-    print(plan_recipe(_chosen(given, changed_settings(given, RetrievalRecipe)), _place(given)))
+    recipe = _chosen(given, changed_settings(given, RetrievalRecipe))
+    print(f"{recipe.name}: {recipe.what}\n{step_cost_of(RetrievalTask(recipe, _place(given)))}")
     return 0
 
 
 def check_equivalence(arguments: Sequence[str]) -> int:
     """`rankgrad check-equivalence RECIPE --data DIR --processes 2`."""
-    from rankgrad.runs.equivalence import compare
+    from rankgrad.runs.equivalence import compare_processes
+    from rankgrad.runs.retrieval_task import RetrievalTask
 
     parser = _recipe_parser(
         "rankgrad check-equivalence",
@@ -134,15 +141,15 @@ def check_equivalence(arguments: Sequence[str]) -> int:
         return launch(["check-equivalence", *without_flag(arguments, "--processes")], given.processes)
     with join(torch.device("cpu")) as processes:
         place = replace(_place(given, processes), device=processes.device, parallel=given.parallel)
-        report = compare(recipe, place, images=given.images)
+        report = compare_processes(RetrievalTask(recipe, place), images=given.images)
         place.say(str(report))
         return 0 if report.agrees else 1
 
 
 def sweep(arguments: Sequence[str]) -> int:
     """`rankgrad sweep RECIPE --data DIR --grid lr=1e-4,3e-4 --seeds 3`."""
-    from rankgrad.runs.sweep import parse_grid
-    from rankgrad.runs.sweep import sweep as run
+    from rankgrad.runs.retrieval_task import RetrievalTask
+    from rankgrad.runs.sweep import parse_grid, run_sweep
 
     parser = _recipe_parser(
         "rankgrad sweep", "Try a grid of settings on validation classes, then train and test the best on all.", arguments
@@ -156,9 +163,8 @@ def sweep(arguments: Sequence[str]) -> int:
     given = parser.parse(arguments)
     recipe = _chosen(given, changed_settings(given, RetrievalRecipe))
     folder = given.out or Path("runs") / f"sweep-{recipe.name}"
-    found = run(
-        recipe, parse_grid(given.grid), parse_seeds(given.seeds), DataCache(_place(given)), folder, metric=given.metric
-    )  # fmt: skip
+    task = RetrievalTask(recipe, _place(given))
+    found = run_sweep(task, parse_grid(given.grid), parse_seeds(given.seeds), folder, metric=given.metric)
     print(f"\n{found.report()}\n\nevery run: {folder / 'runs.csv'}, {folder / 'sweep.json'}")
     return 0
 
@@ -166,6 +172,7 @@ def sweep(arguments: Sequence[str]) -> int:
 def study(arguments: Sequence[str]) -> int:
     """`rankgrad study omniglot --data DIR`."""
     from rankgrad.recipes.studies import studies_of
+    from rankgrad.runs.retrieval_task import RetrievalTask
     from rankgrad.runs.study import run_study
 
     known = studies_of(RetrievalRecipe)
@@ -184,11 +191,11 @@ def study(arguments: Sequence[str]) -> int:
         parser.error(f"there is no study {given.study!r}: {hint}")
     chosen = known[given.study]
     assert isinstance(chosen.base, RetrievalRecipe)
-    base = chosen.base.with_settings(changed_settings(given, RetrievalRecipe))
+    task, changes = RetrievalTask(chosen.base, _place(given)), changed_settings(given, RetrievalRecipe)
     folder = given.out or Path("runs") / f"study-{chosen.name}{'-debug' if given.debug else ''}"
     seeds = parse_seeds(given.seeds)
     text = run_study(
-        chosen, base, seeds, DataCache(_place(given)), folder, only=given.only, csv=given.csv, debug=given.debug
+        chosen, task, seeds, folder, changes=changes, only=given.only, csv=given.csv, debug=given.debug
     )  # fmt: skip
     print(f"\n{text}")
     return 0

@@ -9,8 +9,16 @@ from typing import Any
 import numpy as np
 
 from rankgrad._files import replace_file
-from rankgrad.detection import box_results
-from rankgrad.detection.box_evaluation import LEFT_OUT, RIGHT, WRONG, ClassResult
+from rankgrad.detection.box_evaluation import (
+    LEFT_OUT,
+    RIGHT,
+    RULE,
+    WRONG,
+    ClassResult,
+    DetectionEvaluation,
+    read_evaluation,
+    worst_and_best,
+)
 from rankgrad.detection.detection_recipe import METRIC
 from rankgrad.report.charts import Bar, Series, bars, colour_of, dash_of, line
 from rankgrad.report.learning_curves import curve, events, thinned
@@ -37,7 +45,7 @@ PARTS = ("loss_classifier", "loss_box_reg", "loss_objectness", "loss_rpn_box_reg
 # below this a wrong box is not drawn: a detector reports a hundred boxes of any image
 SHOWN_SCORE = 0.3
 
-Test = tuple[box_results.Tested, Mapping[str, Any]]
+Test = tuple[DetectionEvaluation, Mapping[str, Any]]
 
 
 def write_report(folders: Sequence[Path], path: Path) -> Path:
@@ -48,7 +56,7 @@ def write_report(folders: Sequence[Path], path: Path) -> Path:
 
 def page(folders: Sequence[Path]) -> str:
     """The HTML document."""
-    tests = [box_results.load(folder, SPLIT) for folder in folders]
+    tests = [read_evaluation(folder, SPLIT) for folder in folders]
     runs = read_runs(folders)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} detection runs compared"
     about = str(runs[0].recipe.get("what", "")) if len(runs) == 1 else ", ".join(run.name for run in runs)
@@ -87,7 +95,7 @@ def _numbers(runs: Sequence[Run], tests: Sequence[Test]) -> str:
                 (number(float(content.get("objects", 0))), "n"),
             ]
         )
-    parts += [table(header, rows, class_="numbers"), paragraph(text(box_results.RULE), class_="quiet")]
+    parts += [table(header, rows, class_="numbers"), paragraph(text(RULE), class_="quiet")]
     return "".join(parts)
 
 
@@ -152,7 +160,7 @@ def _pictures(runs: Sequence[Run], folders: Sequence[Path], tests: Sequence[Test
         if len(runs) > 1:
             parts.append(element("h3", text(run.name), class_="run"))
         drawn = []
-        for image in box_results.worst_and_best(tested):
+        for image in worst_and_best(tested):
             path = folder / "eval" / SPLIT / "pictures" / f"{image:06}.jpg"
             if path.is_file():
                 drawn.append(_picture(tested, image, path))
@@ -160,7 +168,7 @@ def _pictures(runs: Sequence[Run], folders: Sequence[Path], tests: Sequence[Test
     return "".join(parts)
 
 
-def _picture(tested: box_results.Tested, image: int, path: Path) -> str:
+def _picture(tested: DetectionEvaluation, image: int, path: Path) -> str:
     scene, found = tested.scenes[image], tested.found[image]
     verdicts, missed = tested.result.verdicts[image], tested.result.missed[image]
     source = f"data:image/jpeg;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"

@@ -1,13 +1,16 @@
-"""All recipes by name."""
+"""All recipes by name, and the tasks of saved runs."""
 
 from collections.abc import Mapping
-from typing import TypeVar, overload
+from types import MappingProxyType
+from typing import Any, TypeVar, overload
 
 from rankgrad._messages import did_you_mean
 from rankgrad.detection.detection_recipe import DetectionRecipe
 from rankgrad.recipes import fastap, rambo, recall_at_k, smooth_ap, starters
 from rankgrad.runs.recipe import Recipe
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+from rankgrad.runs.run_folder import RunFolder
+from rankgrad.runs.task import RunContext, Task
 
 R = TypeVar("R", bound=Recipe)
 
@@ -46,3 +49,23 @@ def find(name: str, kind: type[Recipe] = RetrievalRecipe) -> Recipe:
         )
     hint = did_you_mean(name, recipes_of(kind), otherwise=f"`{command} recipes` lists all")
     raise ValueError(f"there is no recipe {name!r}: {hint}")
+
+
+def task_of(run: RunFolder, context: RunContext, changes: Mapping[str, Any] = MappingProxyType({})) -> Task:
+    """The task of a saved run, which imports only what it needs.
+
+    Args:
+        run: the folder.
+        context: where to compute; without data it gets the run's own.
+        changes: of the run's settings.
+    """
+    name = run.read().task
+    if name == "retrieval":
+        from rankgrad.runs.retrieval_task import RetrievalTask
+
+        return RetrievalTask.from_run(run, context, changes)
+    if name == "detection":
+        from rankgrad.detection.detection_task import DetectionTask
+
+        return DetectionTask.from_run(run, context, changes)
+    raise ValueError(f"{run.recipe_file} is of the task {name!r}, which this version does not have")

@@ -74,6 +74,7 @@ def _detection(name: str) -> Study:
         name,
         cross_entropy,
         (Variation("loss", "cross-entropy", {}, cross_entropy), Variation("loss", "AP loss", {}, ranked)),
+        saves_results=True,
     )
 
 
@@ -90,6 +91,8 @@ STUDIES: Mapping[str, Study] = {
             log_every=50,
         ),
         tuple(_variations()),
+        metrics=("R@1", "R@4", "mAP", "mAP@R"),
+        matches_budget=True,
     ),
     "shapes": _detection("shapes"),
     "cells": _detection("cells"),

@@ -1,50 +1,37 @@
-"""The images that recipes ask for, read and decoded once however many runs use them."""
+"""Data sets and decoded images of retrieval, opened once however many runs use them."""
 
+import contextlib
 import warnings
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from rankgrad.data.image_cache import open_images
 from rankgrad.data.image_store import ImageBuffer, OnDemandImages
 from rankgrad.data.readers import DataSet, read
 from rankgrad.data.table import Table, halves
-from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
-from rankgrad.train.processes import ALONE, Processes
-from rankgrad.train.sharding import Parallel
+from rankgrad.runs.data_identity import DataIdentity
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+from rankgrad.runs.task import RunContext
 
-# the part of a GPU's free memory that decoded images may take; the rest is for training
-SHARE_FOR_IMAGES = 0.4
-# ends the name of a test whose gallery has distractors too
+# fraction of a GPU's free memory that decoded images may take; the rest is for training
+IMAGE_MEMORY_FRACTION = 0.4
+# ends the name of a test whose gallery includes distractors
 WITH_DISTRACTORS = "+r1m"
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """Where a recipe runs: what may differ between two runs of the same result."""
-
-    data: Path | None
-    device: torch.device
-    cache: Path | None = None
-    workers: int | None = None
-    tensorboard: Literal["auto", "on", "off"] = "off"
-    wandb: str = ""
-    processes: Processes = ALONE
-    parallel: Parallel = "ddp"
-
-    def say(self, text: str) -> None:
-        """A line for the user, said by the first process."""
-        if self.processes.first:
-            print(text, flush=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A split with its images. `rows` are those of its images that are meant; None: all."""
+    """A split with its images.
+
+    Attributes:
+        images: of all rows of the table.
+        table: the whole split.
+        rows: those that are selected, None for all.
+    """
 
     images: ImageBuffer | OnDemandImages
     table: Table
@@ -52,25 +39,30 @@ class Split:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """Of the rows that are meant."""
+        """Labels of the selected rows."""
         return self.table.labels if self.rows is None else self.table.labels[self.rows]
 
     @property
     def selected(self) -> Table:
-        """The table of the rows that are meant."""
+        """The table of the selected rows."""
         return self.table if self.rows is None else self.table.select(self.rows)
 
 
 class DataCache:
-    """Opens each data set and each split once."""
+    """Opens each data set and each split once.
+
+    Args:
+        context: where the data is and where decoded images go.
+    """
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
         self._data_sets: dict[tuple[str, bool, bool], DataSet] = {}
         self._splits: dict[tuple[object, ...], Split] = {}
+        self._identities: dict[tuple[object, ...], DataIdentity] = {}
 
-    def data_set(self, recipe: Recipe, name: str | None = None) -> DataSet:
-        """The data set `name`, by default the one that `recipe` trains on."""
+    def data_set(self, recipe: RetrievalRecipe, name: str | None = None) -> DataSet:
+        """The data set `name`, by default the one that the recipe trains on."""
         name = name or recipe.data_set
         key = (name, recipe.partial, bool(recipe.test_on))
         if key not in self._data_sets:
@@ -78,7 +70,7 @@ class DataCache:
         return self._data_sets[key]
 
     def _folder(self, name: str, *, shared: bool) -> Path | None:
-        """Where `name` lies: in --data, or, where a recipe uses several data sets, in the folder of its name there."""
+        """Where `name` is: --data, or the subfolder of that name if the recipe uses several data sets."""
         root = self.context.data
         if name == "glyphs":
             return None
@@ -86,15 +78,23 @@ class DataCache:
             raise ValueError(f"the data set {name!r} needs --data DIR, the folder that holds it")
         return root / name if shared and (root / name).is_dir() else root
 
-    def table(self, recipe: Recipe, split: str, name: str | None = None) -> Table:
-        """The images of a split that `recipe` uses."""
+    def table(self, recipe: RetrievalRecipe, split: str, name: str | None = None) -> Table:
+        """The rows of a split that the recipe uses."""
         data_set = self.data_set(recipe, name)
         if split not in data_set.splits:
             raise ValueError(f"{data_set.name} has no split {split!r}; it has {', '.join(data_set.splits)}")
         return data_set.splits[split].subset(recipe.classes, recipe.images_per_class)
 
-    def split(self, recipe: Recipe, split: str, name: str | None = None) -> Split:
-        """A split with its images: decoded, on the device where they fit there, or to be decoded when they are shown."""
+    def identity(self, recipe: RetrievalRecipe, split: str, name: str | None = None) -> DataIdentity:
+        """Digests of the rows of a split that the recipe uses, by the first process."""
+        key = (name or recipe.data_set, split, recipe.partial, recipe.classes, recipe.images_per_class)
+        if key not in self._identities:
+            table = self.table(recipe, split, name)
+            self._identities[key] = self.context.processes.on_first(lambda: identity_of(table))
+        return self._identities[key]
+
+    def split(self, recipe: RetrievalRecipe, split: str, name: str | None = None) -> Split:
+        """A split with its images: decoded, on the device if they fit, or to be decoded on every use."""
         key = (
             name or recipe.data_set,
             split,
@@ -110,7 +110,7 @@ class DataCache:
             self._splits[key] = self._open(recipe, self.table(recipe, split, name))
         return self._splits[key]
 
-    def _open(self, recipe: Recipe, table: Table) -> Split:
+    def _open(self, recipe: RetrievalRecipe, table: Table) -> Split:
         square = recipe.aspect == "square"
         if recipe.decode == "always":
             return Split(
@@ -129,15 +129,15 @@ class DataCache:
                 )
             )
         for warning in caught:
-            self.context.say(f"note: {warning.message}")
-        return Split(self._near(images), table)
+            self.context.note(str(warning.message))
+        return Split(self._to_device(images), table)
 
-    def _near(self, images: ImageBuffer) -> ImageBuffer:
+    def _to_device(self, images: ImageBuffer) -> ImageBuffer:
         device = self.context.device
-        return images.to(device) if device.type != "cpu" and images.fits_on(device, SHARE_FOR_IMAGES) else images
+        return images.to(device) if device.type != "cpu" and images.fits_on(device, IMAGE_MEMORY_FRACTION) else images
 
-    def training(self, recipe: Recipe) -> tuple[Split, Split | None]:
-        """What `recipe` trains on, and what it validates on if that is not the test split."""
+    def training(self, recipe: RetrievalRecipe) -> tuple[Split, Split | None]:
+        """What the recipe trains on, and what it validates on unless that is the test split."""
         split = self.split(recipe, "train")
         if recipe.validation == "half":
             first, _ = halves(split.table)
@@ -145,8 +145,8 @@ class DataCache:
             return replace(split, rows=np.flatnonzero(in_first)), replace(split, rows=np.flatnonzero(~in_first))
         return split, self.split(recipe, "validation") if recipe.validation == "split" else None
 
-    def tests(self, recipe: Recipe) -> dict[str, tuple[str, str]]:
-        """What there is to test on: a name for each -> its data set and split."""
+    def tests(self, recipe: RetrievalRecipe) -> dict[str, tuple[str, str]]:
+        """What there is to test on: name -> (data set, split)."""
         if recipe.test_on:
             found = {}
             for name in recipe.test_on:
@@ -161,3 +161,21 @@ class DataCache:
         if not names:
             raise ValueError(f"{data_set.name} has nothing to test on; it has {', '.join(data_set.splits)}")
         return {split: (data_set.name, split) for split in names}
+
+
+def identity_of(table: Table) -> DataIdentity:
+    """Fingerprint of a table, and digests of its classes."""
+
+    def details(row: int) -> str:
+        marks = "".join(str(int(flags[row])) for flags in (table.is_query, table.is_gallery) if flags is not None)
+        if table.pixels is not None:
+            return f"{zlib.crc32(table.pixels[row].tobytes()):08x} {marks}"
+        with contextlib.suppress(OSError):
+            return f"{table.file(row).stat().st_size} {marks}"
+        return f"missing {marks}"
+
+    labels = table.labels.tolist()
+    return DataIdentity.of(
+        table.fingerprint(),
+        ((table.class_name(labels[row]), table.paths[row], details(row)) for row in range(len(table))),
+    )

@@ -18,6 +18,22 @@ from rankgrad.train.progress import Progress
 from rankgrad.train.settings import AUTOCAST, Precision
 
 
+class MultiScale(nn.Module):
+    """A network that embeds each image at several scales.
+
+    Args:
+        model: the network.
+        scales: relative to the image's own size.
+    """
+
+    def __init__(self, model: Embedder, scales: Sequence[float]) -> None:
+        super().__init__()
+        self.model, self.scales = model, tuple(scales)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return embed_multiscale(self.model, images, self.scales)
+
+
 @torch.no_grad()
 def embed(
     model: nn.Module,
@@ -30,15 +46,15 @@ def embed(
 ) -> Tensor:
     """Embeddings [N, d] of all images of `batches`, in float32 on the CPU, row i for index i.
 
-    The model is in evaluation mode meanwhile. A batch that does not fit in memory is halved until it does.
+    The model is in evaluation mode meanwhile. A batch that does not fit in memory is halved until it fits.
 
     Args:
         model: from images to embeddings.
-        batches: visits each of the indices 0 .. N - 1 once, such as `ImageBatches` with a `Sequential` sampler.
+        batches: visit each of the indices 0 .. N - 1 once, such as `ImageBatches` with a `Sequential` sampler.
         device: where to compute, by default where the model is.
-        precision: of the autocast region around the model.
-        name: shown beside the progress.
-        shown: False shows none.
+        precision: of autocast around the model.
+        name: shown beside the progress bar.
+        shown: whether to show progress.
     """
     parameter = next(model.parameters(), None)
     target = (
@@ -109,6 +125,6 @@ def _embed_batch(model: nn.Module, images: Any, device: torch.device, autocast: 
         except torch.OutOfMemoryError:
             if size == 1:
                 raise
-        # here, where the failed pass is no longer held by its traceback
+        # outside of the handler, whose traceback holds the failed pass
         size = (size + 1) // 2
         torch.cuda.empty_cache()

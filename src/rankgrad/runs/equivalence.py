@@ -1,4 +1,4 @@
-"""One small batch of a recipe by one process and by several: do loss, gradients and metrics agree?"""
+"""Whether several processes compute the loss, gradients and metrics of one, on a small batch of a recipe in float64."""
 
 from dataclasses import dataclass, replace
 
@@ -9,17 +9,14 @@ from torch import Tensor, nn
 import rankgrad as rg
 from rankgrad.data.samplers import Sequential
 from rankgrad.eval import evaluate, evaluate_sharded
-from rankgrad.runs.data_cache import DataCache, RunContext, Split
-from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
-from rankgrad.runs.retrieval_task import SubsetSampler, make_batches
-from rankgrad.runs.task_losses import make_loss
-from rankgrad.runs.task_models import make_model
+from rankgrad.runs.data_cache import Split
+from rankgrad.runs.retrieval_task import RetrievalTask, SubsetSampler
 from rankgrad.train.processes import ALONE, Processes
 from rankgrad.train.sharding import check_batch_norm_is_synchronised, full_tensors, wrap_model
 
-# what float64 may differ by in another order of sums
+# of float64, whose sums may be in another order
 TOLERANCE = 1e-9
-# pixels: the question does not depend on it, and float64 on a CPU is slow
+# pixels: the comparison does not depend on it, and float64 on a CPU is slow
 LARGEST_SIDE = 64
 MOST_PER_CLASS = 3
 
@@ -29,13 +26,13 @@ class Equivalence:
     """How several processes compare with one.
 
     Attributes:
-        processes: how many.
+        processes: number of processes.
         counts: images of each.
-        loss: by one process and by several.
-        gradient: largest relative difference of any parameter's gradient, and which parameter's.
-        parameters: how many were compared.
+        loss: of one process and of several.
+        gradient: largest relative difference of a parameter's gradient, and the parameter's name.
+        parameters: number of parameters compared.
         metrics: of the batch's embeddings, by one process and by several.
-        agrees: whether all differences are those of rounding.
+        agrees: whether all differences are within rounding.
     """
 
     processes: int
@@ -67,15 +64,22 @@ class _Computed:
     metrics: dict[str, float]
 
 
-def compare(recipe: Recipe, context: RunContext, *, images: int) -> Equivalence:
-    """Called by all processes; the first computes the batch alone too."""
-    processes = context.processes
-    pixels, labels = _batch(recipe, DataCache(context), images)
+def compare_processes(task: RetrievalTask, *, images: int) -> Equivalence:
+    """Compare the processes of the task's context with one; all of them call this, and the first computes the batch alone too.
+
+    Args:
+        task: what to compute.
+        images: of the batch.
+    """
+    processes = task.context.processes
+    pixels, labels = _batch(task, images)
     if len(labels) < processes.size:
-        raise ValueError(f"a batch of {recipe.name} has {len(labels)} images, which {processes.size} processes cannot share")
-    together = _computed(recipe, context, pixels, labels, processes)
-    alone = processes.on_first(lambda: _computed(recipe, context, pixels, labels, ALONE))
-    # the metrics of all are known to the first
+        raise ValueError(
+            f"a batch of {task.recipe.name} has {len(labels)} images, too few for {processes.size} processes: lower --processes"
+        )
+    together = _compute(task, pixels, labels, processes)
+    alone = processes.on_first(lambda: _compute(task, pixels, labels, ALONE))
+    # the first process knows the metrics of all
     metrics = processes.on_first(lambda: {name: (value, together.metrics[name]) for name, value in alone.metrics.items()})
     differences = {name: _difference(together.gradients[name], gradient) for name, gradient in alone.gradients.items()}
     worst = max(differences, key=lambda name: differences[name])
@@ -91,12 +95,13 @@ def compare(recipe: Recipe, context: RunContext, *, images: int) -> Equivalence:
     )
 
 
-def _batch(recipe: Recipe, data: DataCache, images: int) -> tuple[Tensor, Tensor]:
-    """The first images of the recipe's first batch, a few of each class, whole on every process."""
-    small = replace(recipe, size=min(recipe.size, LARGEST_SIDE), stored_side=0)
-    split, _ = data.training(small)
-    rows = _few_of_each(next(iter(make_batches(small, split, replace(data.context, processes=ALONE)).sampler)), split, images)
-    batches = make_batches(small, split, replace(data.context, processes=ALONE))
+def _batch(task: RetrievalTask, images: int) -> tuple[Tensor, Tensor]:
+    """The first images of the recipe's first batch, a few of each class, all of them on every process."""
+    small = replace(task.recipe, size=min(task.recipe.size, LARGEST_SIDE), stored_side=0)
+    alone = RetrievalTask(small, replace(task.context, processes=ALONE), task.data)
+    split, _ = task.data.training(small)
+    rows = _few_of_each(next(iter(alone.make_batches().sampler)), split, images)
+    batches = alone.make_batches()
     batches.sampler = SubsetSampler(Sequential(len(rows), len(rows)), rows)
     batch = next(batches.iterate(0))
     return batch.images.double(), batch.labels
@@ -105,29 +110,30 @@ def _batch(recipe: Recipe, data: DataCache, images: int) -> tuple[Tensor, Tensor
 def _few_of_each(batch: list[int], split: Split, images: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     rows = np.array(batch)
     labels = split.table.labels[rows]
-    place = np.array([int((labels[:i] == label).sum()) for i, label in enumerate(labels)])
-    chosen = np.flatnonzero(place < MOST_PER_CLASS)[:images]
+    position = np.array([int((labels[:i] == label).sum()) for i, label in enumerate(labels)])
+    chosen = np.flatnonzero(position < MOST_PER_CLASS)[:images]
     if len(chosen) < images:
         chosen = np.arange(min(images, len(rows)))
     return rows[chosen]
 
 
-def _computed(recipe: Recipe, context: RunContext, pixels: Tensor, labels: Tensor, processes: Processes) -> _Computed:
-    plain = make_model(replace(recipe, weights="none"), torch.device("cpu")).double()
+def _compute(task: RetrievalTask, pixels: Tensor, labels: Tensor, processes: Processes) -> _Computed:
+    recipe, context = task.recipe, task.context
+    plain = task.make_model(pretrained=False).double()
     if context.processes.size > 1:
         check_batch_norm_is_synchronised(plain)
-    _without_dropout(plain)
+    _disable_dropout(plain)
     model, _ = wrap_model(plain, [], context.parallel, processes)
-    loss = make_loss(recipe)
+    loss = task.local_loss()
     own = processes.shard(len(labels))
-    # half of a share at a time, so that chunks take part in the comparison
+    # half of a shard at a time, so that chunks are compared too
     largest = -(-len(labels) // context.processes.size)
     chunk = -(-largest // 2) if len(labels) >= 2 * context.processes.size else 0
     wrapped = rg.DistributedRankLoss(loss) if processes.size > 1 else loss
     step = rg.LargeBatch(model, wrapped, chunk, keep=1, processes=processes)
     torch.manual_seed(recipe.seed)
     if recipe.memory:
-        step(pixels[own].flip(3), labels[own])  # something to remember
+        step(pixels[own].flip(3), labels[own])  # fills the memory
         model.zero_grad(set_to_none=True)
         torch.manual_seed(recipe.seed)
     value = step(pixels[own], labels[own])
@@ -145,8 +151,8 @@ def _computed(recipe: Recipe, context: RunContext, pixels: Tensor, labels: Tenso
     return _Computed(float(value), gradients, metrics)
 
 
-def _without_dropout(model: nn.Module) -> None:
-    """Random layers draw their own on every process and are no part of the comparison."""
+def _disable_dropout(model: nn.Module) -> None:
+    """Random layers draw differently on every process and are not compared."""
     for module in model.modules():
         if "drop" in type(module).__name__.lower():
             module.eval()

@@ -1,4 +1,4 @@
-"""Many runs as one piece of work. A finished run is a line of a ledger, so a series that was stopped goes on where it was."""
+"""Finished runs of a sweep or study, one JSON line each, so that a sweep that was stopped continues where it was."""
 
 import csv
 import hashlib
@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
+from rankgrad._files import replace_file
+from rankgrad.runs.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished run: what it was, what it scored on one split, how long it took."""
+    """The result of a finished run on one split."""
 
     key: str
     group: str
@@ -29,28 +30,32 @@ class Entry:
 
 
 def key_of(recipe: Recipe, split: str) -> str:
-    """The same for the same settings and split, whatever the recipe is called."""
+    """Digest of settings and split; the recipe's name does not count."""
     text = json.dumps({**recipe.settings(), "split": split}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Ledger:
-    """Finished runs in a file of JSON lines. A line that was cut short by a crash is forgotten."""
+    """A file of JSON lines. A line that a crash cut short is dropped.
+
+    Args:
+        path: the file; made if there is none.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._entries: dict[str, Entry] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = []
+        complete = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
             try:
                 entry = Entry(**json.loads(line))
             except (json.JSONDecodeError, TypeError):
                 continue
             self._entries[entry.key] = entry
-            whole.append(line)
-        # a cut line would swallow the next one
-        path.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+            complete.append(line)
+        # the next line would be appended to a cut one
+        replace_file(path, "".join(f"{line}\n" for line in complete))
 
     def get(self, key: str) -> Entry | None:
         return self._entries.get(key)
@@ -64,12 +69,12 @@ class Ledger:
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """The deviation between runs (n - 1); 0 of a single one."""
+    """Mean and standard deviation between runs (n - 1); the deviation of a single run is 0."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def percentages(entries: Sequence[Entry], metric: str) -> str:
-    """Mean and, of several runs, deviation of a metric, in percent."""
+    """Mean of a metric in percent, with the standard deviation if there are several runs."""
     mean, deviation = mean_and_deviation([entry.metrics[metric] for entry in entries])
     return f"{100 * mean:.1f} ± {100 * deviation:.1f}" if len(entries) > 1 else f"{100 * mean:.1f}"
 
@@ -90,18 +95,3 @@ def as_csv(entries: Iterable[Entry]) -> str:
 
 def _plain(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with aligned columns: names to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = [f"{'-' * (width - 1)}{'-' if i == 0 else ':'}" for i, width in enumerate(widths)]
-    return "\n".join([line(header), line(rule), *map(line, rows)])

@@ -1,247 +1,353 @@
-"""A recipe from beginning to end: data, training, tests, and the table of what was reached beside what is published."""
+"""Runs of any task: start, resume, evaluate.
+
+A task knows its data, model, loss and metrics; everything else is here, once. A new task implements `rankgrad.runs.task.Task`
+and is added to `recipes/catalogue.py`.
+"""
 
 import contextlib
-import json
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from torch import nn
 
-import rankgrad as rg
-from rankgrad.eval import Result
+from rankgrad._files import atomic_folder, write_error_reason
+from rankgrad._messages import drop_empty_columns, table
 from rankgrad.integrations.trackers import make_trackers
-from rankgrad.models import Embedder
-from rankgrad.runs.data_cache import DataCache, RunContext, Split
-from rankgrad.runs.retrieval_evaluation import RetrievalEvaluator, comparison, embeddings_of, save, score_shares
-from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
-from rankgrad.runs.retrieval_task import make_batches
-from rankgrad.runs.run_folder import DEBUG_NOTICE, RECIPE_FILE, RunFolder, content_of, data_in, description_in, read
-from rankgrad.runs.task_losses import make_loss
-from rankgrad.runs.task_models import groups_of, make_model, whiten
-from rankgrad.train.checkpoints import UNFINISHED
-from rankgrad.train.loop import Evaluator, FitResult, fit
+from rankgrad.runs.recipe import Published, format_value
+from rankgrad.runs.run_folder import DEBUG_NOTICE, UNTRAINED, RunFile, RunFolder
+from rankgrad.runs.task import VALIDATION, Evaluation, Task, TestIdentity
+from rankgrad.train.errors import TrainingError
+from rankgrad.train.loop import FitResult, fit
 
-DEBUG_FILE = "DEBUG.txt"
-VALIDATION = "validation"
+Which: TypeAlias = Literal["best", "last", "untrained"]
 
 
-def start_run(recipe: Recipe, data: DataCache, folder: Path, *, debug: bool = False) -> Mapping[str, Result]:
-    """Train `recipe` in a new folder and test it."""
-    if data.context.processes.on_first(lambda: folder.exists() and not _is_free(folder)):
-        way = f"continue the run in it with --resume {folder}, or " if (folder / RECIPE_FILE).is_file() else ""
-        raise ValueError(f"{folder} is there already and not empty: {way}give another folder with --out")
-    return _run(recipe, data, folder, resume=False, debug=debug)
+def start_run(task: Task, folder: RunFolder, *, debug: bool = False) -> Mapping[str, Evaluation]:
+    """Train in a new folder and test the result."""
+    processes = task.context.processes
+    # before the lock, which would be written into a folder of somebody else's
+    processes.on_first(folder.check_free)
+    with folder.training(processes):
+        processes.on_first(folder.check_free)
+        return _run(task, folder, resume=False, debug=debug)
 
 
-def _is_free(folder: Path) -> bool:
-    """Whether a run may begin in `folder`: it is empty, or a run ended there before its first step."""
-    if not folder.is_dir():
-        return False
-    checkpoints = RunFolder(folder).checkpoints.path
-    before_the_first_step = {RECIPE_FILE, DEBUG_FILE, checkpoints.name}
-    # what a run that was killed in writing leaves behind is swept away by the next one
-    found = {path.name for path in (*folder.iterdir(), *checkpoints.glob("*")) if not path.name.startswith(UNFINISHED)}
-    return found <= before_the_first_step
+def resume_run(task: Task, folder: RunFolder) -> Mapping[str, Evaluation]:
+    """Continue the run in `folder` where it was stopped, and test the result. `task` is what the folder says it is."""
+    processes = task.context.processes
+    debug = folder.read().debug
+    with folder.training(processes):
+        return _run(task, folder, resume=True, debug=debug)
 
 
-def resume_run(folder: Path, context: RunContext, changes: Mapping[str, Any]) -> int:
-    """Go on with the run in `folder` where it was stopped, from what the folder says and nothing else."""
-    saved = load_run(folder)
-    recipe = saved.recipe.with_settings(changes)
-    _run(recipe, DataCache(replace(context, data=context.data or saved.data)), folder, resume=True, debug=saved.debug)
-    return 0
-
-
-def _run(recipe: Recipe, data: DataCache, folder: Path, *, resume: bool, debug: bool) -> Mapping[str, Result]:
-    for note in data.data_set(recipe).notes:
-        data.context.say(f"note: {note}")
-    model, outcome = train(recipe, data, folder, resume=resume, debug=debug)
+def _run(task: Task, folder: RunFolder, *, resume: bool, debug: bool) -> Mapping[str, Evaluation]:
+    model, outcome = _train(task, folder, resume=resume, debug=debug)
     if outcome.reason == "interrupted":
         raise KeyboardInterrupt
-    which: Literal["best", "last"] = "best" if outcome.best else "last"
+    which: Which = "best" if outcome.best else "last"
     if which == "best":
-        RunFolder(folder).checkpoints.checkpoint(which).load_into(model)
-    data.context.say(f"testing the {which} checkpoint of {folder}")
-    return examine(recipe, data, model, folder, debug=debug)
+        folder.checkpoints.checkpoint(which).load_into(model)
+    task.context.say(f"testing the {which} checkpoint of {folder}")
+    step = outcome.best["step"] if outcome.best else outcome.step
+    return _test(task, model, folder, _Checkpoint(which, step), debug=debug)
 
 
-def train(recipe: Recipe, data: DataCache, folder: Path, *, resume: bool, debug: bool = False) -> tuple[Embedder, FitResult]:
-    """The network of `recipe`, trained; the run's files are in `folder`."""
-    context = data.context
-    device = context.device
-    split, validation = data.training(recipe)
-    batches = make_batches(recipe, split, data.context)
-    run = RunFolder(folder)
-    processes = data.context.processes
-    begun = processes.on_first(lambda: resume and run.checkpoints.pointer("last") is not None)
+def evaluate_run(
+    task: Task,
+    folder: RunFolder,
+    *,
+    splits: Sequence[str] | None = None,
+    checkpoint: Which | None = None,
+    protocol: str | None = None,
+) -> Mapping[str, Evaluation]:
+    """Test a checkpoint of the run in `folder` again.
+
+    Args:
+        task: what the folder says it is, perhaps with other data.
+        folder: of the run.
+        splits: what to test on, by default all test splits.
+        checkpoint: "best", "last", or "untrained" for the weights that training began with; by default the best where there
+            is one, else the last.
+        protocol: other rules than those of the data set.
+    """
+    saved_file = folder.read()
+    settings = task.recipe.settings()
+    changed = [
+        f"{name}={format_value(value)}" for name, value in settings.items() if saved_file.settings.get(name, value) != value
+    ]
+    default: Which = "best" if folder.checkpoints.pointer("best") else "last"
+    which = checkpoint or default
+    if which == "untrained":
+        model = task.make_model(pretrained=True)
+        task.initialise(model)
+        found = _Checkpoint(which, 0, (UNTRAINED, *changed))
+        task.context.say(f"testing the untrained network of {folder}")
+    else:
+        saved = folder.checkpoints.checkpoint(which)
+        # all weights come from the checkpoint: the file or download that training began with is not needed
+        model = task.make_model(pretrained=False)
+        saved.load_into(model)
+        found = _Checkpoint(which, saved.step, (*([which] if which != default else []), *changed))
+        task.context.say(f"testing the {which} checkpoint of {folder}, step {saved.step:,}")
+    return _test(task, model, folder, found, splits=splits, protocol=protocol, debug=saved_file.debug)
+
+
+def train_and_evaluate(
+    task: Task, folder: RunFolder, *, splits: Sequence[str], save: bool = False, debug: bool = False
+) -> tuple[Mapping[str, Mapping[str, float]], float]:
+    """Train, or continue training, in `folder`; the metrics of the last weights on `splits`, and the seconds it took.
+
+    Used by sweeps and studies.
+
+    Args:
+        task: what to train.
+        folder: where.
+        splits: what to test on; "validation" are the classes that the recipe sets aside.
+        save: write the results to the folder.
+        debug: the run is a shrunk one.
+    """
+    began = time.perf_counter()
+    with folder.training(task.context.processes):
+        model, outcome = _train(task, folder, resume=folder.is_begun, debug=debug)
+        if outcome.reason == "interrupted":
+            raise KeyboardInterrupt
+        scores = {split: dict(outcome.metrics[VALIDATION]) for split in splits if split == VALIDATION}
+        tests = [split for split in splits if split != VALIDATION]
+        with contextlib.ExitStack() as stack:
+            tester = _Tester(task, folder, _Checkpoint("last", outcome.step), debug=debug, is_saved=save)
+            stack.enter_context(folder.evaluating(task.context.processes))
+            scores |= {split: dict(tester.test(model, split).metrics) for split in tests}
+        tester.raise_problems()
+    return scores, time.perf_counter() - began
+
+
+def _train(task: Task, folder: RunFolder, *, resume: bool, debug: bool) -> tuple[nn.Module, FitResult]:
+    context, recipe = task.context, task.recipe
+    for note in task.notes():
+        context.note(note)
+    begun = context.processes.on_first(lambda: resume and folder.is_begun)
+    _check_data(task, folder, begun=begun)
+    batches = task.make_batches()
     # a checkpoint has all weights: the file or download that training began with is not needed again
-    model = make_model(replace(recipe, weights="none") if begun else recipe, device)
-    if recipe.whiten and not begun:
-        for remark in whiten(recipe, model, split, data.context):
-            data.context.say(f"note: {remark}")
-    evaluators = _evaluators(recipe, data, validation)
-    processes.on_first(run.prepare)
-    loss = make_loss(recipe)
-    with _saved(recipe, data.context, folder, debug=debug):
+    model = task.make_model(pretrained=not begun)
+    if not begun:
+        task.initialise(model)
+    content = RunFile.of(task.name, recipe, context.data, debug=debug, entries=task.run_file_entries())
+    with folder.recorded(content, context.processes):
         outcome = fit(
             model,
-            rg.DistributedRankLoss(loss) if processes.size > 1 else loss,
+            task.make_loss(),
             batches,
             recipe.train_settings(parallel=context.parallel),
-            folder,
-            param_groups=groups_of(recipe, model),
-            evaluators=evaluators,
-            select=next(iter(evaluators), None),
-            device=device,
+            folder.path,
+            param_groups=task.param_groups(model),
+            evaluators=task.evaluators(),
+            select=task.selected_on(),
+            device=context.device,
             resume=resume,
             identity=recipe.identity(),
-            description={"recipe": recipe.name, "data": _counts(split, validation)},
-            trackers=make_trackers(folder, tensorboard=context.tensorboard, wandb=context.wandb),
-            resume_hint=f"Continue with: rankgrad train --resume {folder}",
-            processes=processes,
+            description={"recipe": recipe.name, "task": task.name, "data": task.data_counts()},
+            trackers=make_trackers(folder.path, tensorboard=context.tensorboard, wandb=context.wandb),
+            resume_hint=f"Continue with: {task.command} --resume {folder}",
+            processes=context.processes,
         )
     return model, outcome
 
 
-@contextlib.contextmanager
-def _saved(recipe: Recipe, context: RunContext, folder: Path, *, debug: bool) -> Iterator[None]:
-    """Write RUN/recipe.json; settings with which the run is refused leave the file as it was."""
-    path = folder / RECIPE_FILE
-    before = path.read_bytes() if path.is_file() else None
-    context.processes.on_first(lambda: save_run(recipe, context, folder, debug=debug))
-    try:
-        yield
-    except ValueError:
-        if before is not None and context.processes.first:
-            RunFolder(folder).write_json(RECIPE_FILE, json.loads(before))
-        raise
+def _check_data(task: Task, folder: RunFolder, *, begun: bool) -> None:
+    """Refuse to resume on other data than the run was started on; save what it is started on."""
+    now = task.data_identity()
+    before = task.context.processes.on_first(folder.read_data_identity) if begun else None
+    if before is not None:
+        changes = {
+            split: before[split].changes(found) for split, found in now.items() if split in before
+        }  # fmt: skip
+        found = [f"{split}: {'; '.join(phrases)}" for split, phrases in changes.items() if phrases]
+        if found:
+            raise ValueError(
+                f"the data has changed since {folder} was started ({'. '.join(found)}): restore it, or start a new run"
+            )
+        return
+    if begun:
+        task.context.note(
+            f"{folder} was saved without fingerprints of its data, so it cannot be checked that the data is the same"
+        )
+    task.context.processes.on_first(lambda: folder.write_data_identity(now))
 
 
-def train_and_evaluate(
-    recipe: Recipe, data: DataCache, folder: Path, *, splits: Sequence[str]
-) -> tuple[dict[str, dict[str, float]], float]:
-    """Train, or go on training, in `folder`; what the last weights score on `splits`, and the seconds it took.
-
-    "validation" is scored by the classes that the recipe sets aside for it.
-    """
-    began = time.perf_counter()
-    model, outcome = train(recipe, data, folder, resume=RunFolder(folder).checkpoints.pointer("last") is not None)
-    if outcome.reason == "interrupted":
-        raise KeyboardInterrupt
-    scores = {split: dict(outcome.metrics[VALIDATION]) for split in splits if split == VALIDATION}
-    tester = RetrievalEvaluator(recipe, data, model, folder)
-    for split in splits:
-        if split != VALIDATION:
-            scores[split] = dict(tester.score(split).result or {})
-    return scores, time.perf_counter() - began
-
-
-def evaluate_run(
-    folder: Path,
-    context: RunContext,
-    *,
-    splits: Sequence[str] | None = None,
-    checkpoint: str | None = None,
-    protocol: str | None = None,
-) -> Mapping[str, Result]:
-    """Test a checkpoint of the run in `folder` again."""
-    saved = load_run(folder)
-    data = DataCache(replace(context, data=context.data or saved.data))
-    run = RunFolder(folder)
-    which: Literal["best", "last"] = (
-        "last" if checkpoint == "last" or (checkpoint is None and not run.checkpoints.pointer("best")) else "best"
-    )
-    found = run.checkpoints.checkpoint(which)
-    # all weights come from the checkpoint: the file or download that training began with is not needed
-    model = make_model(replace(saved.recipe, weights="none"), context.device)
-    found.load_into(model)
-    context.say(f"testing the {which} checkpoint of {folder}, step {found.step:,}")
-    return examine(saved.recipe, data, model, folder, splits=splits, protocol=protocol, debug=saved.debug)
-
-
-def examine(
-    recipe: Recipe,
-    data: DataCache,
-    model: Embedder,
-    folder: Path,
+def _test(
+    task: Task,
+    model: nn.Module,
+    folder: RunFolder,
+    checkpoint: "_Checkpoint",
     *,
     splits: Sequence[str] | None = None,
     protocol: str | None = None,
     debug: bool = False,
-) -> Mapping[str, Result]:
-    """Score the test splits, write RUN/eval and print the comparison with what is published."""
-    known = data.tests(recipe)
+) -> Mapping[str, Evaluation]:
+    """Test on every split, save each result and print all of them beside what is published."""
+    known = task.test_splits()
     for split in splits or ():
         if split not in known:
-            raise ValueError(f"{recipe.name} cannot be tested on {split!r}: there is {', '.join(known)}")
-    results = {}
-    tester = RetrievalEvaluator(recipe, data, model, folder, announce=True)
-    for split in splits or known:
-        tested = tester.score(split, protocol=protocol)
-        save(tested, folder, data.context.processes, debug=debug)
-        if tested.result is not None:
-            results[split] = tested.result
-    if data.context.processes.first:
-        _print_results(recipe, results, debug=debug)
+            raise ValueError(f"{task.recipe.name} cannot be tested on {split!r}: choose one of {', '.join(known)}")
+    tester = _Tester(task, folder, checkpoint, protocol=protocol, debug=debug)
+    with folder.evaluating(task.context.processes):
+        results = {split: tester.test(model, split) for split in splits or known}
+    if task.context.processes.first:
+        _print_results(task, results, debug=debug)
+    tester.raise_problems()
     return results
 
 
-def _print_results(recipe: Recipe, results: Mapping[str, Result], *, debug: bool) -> None:
-    print(f"\n{comparison(results, () if debug else recipe.published)}")
+@dataclass(frozen=True)
+class _Checkpoint:
+    """The weights that are tested. `marks` are those of a result that is not the run's own: other weights, other settings."""
+
+    which: Which
+    step: int
+    marks: tuple[str, ...] = ()
+
+
+class _Tester:
+    """Tests on one split after another and saves the results, each under a key of its own.
+
+    The key of the run's own tests is the name of the split. Other data, another protocol or another checkpoint is added to it,
+    so that no result replaces one that is not comparable.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        folder: RunFolder,
+        checkpoint: _Checkpoint,
+        *,
+        protocol: str | None = None,
+        debug: bool = False,
+        is_saved: bool = True,
+    ) -> None:
+        self.task, self.folder, self.checkpoint, self.protocol = task, folder, checkpoint, protocol
+        self.debug, self.is_saved = debug, is_saved
+        self.problems: list[str] = []
+
+    def test(self, model: nn.Module, split: str) -> Evaluation:
+        """Test and save. What cannot be saved is a problem for `raise_problems`, when the result has been printed."""
+        identity = self.task.test_identity(split, self.protocol)
+        is_own = self._is_own(split, identity)
+        key = self.key_of(split, identity, is_own=is_own)
+        data = self.task.context.data
+        extra = {
+            "data": {"path": None if data is None else str(data), "fingerprint": identity.data, "own": is_own},
+            "checkpoint": {"name": self.checkpoint.which, "step": self.checkpoint.step},
+            "debug": self.debug,
+        }
+        evaluation: Evaluation | None = None
+        try:
+            with self._output(key) as (folder, is_kept):
+                evaluation = self.task.evaluate(model, split, protocol=self.protocol, scratch=folder)
+                if is_kept:
+                    evaluation.write(folder, extra)
+        except OSError as error:
+            if evaluation is None or self.task.context.processes.size > 1:
+                raise
+            self._add_problem(key, error)
+        else:
+            if is_kept and key != split:
+                self.task.context.say(f"{split}: saved as {self.folder.result(key)}")
+        return evaluation
+
+    def key_of(self, split: str, identity: TestIdentity, *, is_own: bool) -> str:
+        """Name of the result's folder."""
+        data = "" if is_own else f"{_name_of(self.task.context.data)}-{identity.data[:8]}"
+        protocol = "" if identity.is_default else identity.protocol
+        return "@".join(filter(None, (split, data, protocol, *self.checkpoint.marks))).replace("/", "_")
+
+    def raise_problems(self) -> None:
+        """Say what could not be saved."""
+        if self.problems:
+            raise TrainingError(f"the result could not be saved: {'; '.join(self.problems)}")
+
+    def _is_own(self, split: str, identity: TestIdentity) -> bool:
+        """Whether the data is what the run was started on; without fingerprints, whether it is in the same place."""
+
+        def compare() -> bool:
+            saved = (self.folder.read_data_identity() or {}).get(split)
+            return identity.data == saved.fingerprint if saved else self.task.context.data == self.folder.read().data
+
+        return self.task.context.processes.on_first(compare)
+
+    @contextlib.contextmanager
+    def _output(self, key: str) -> Iterator[tuple[Path, bool]]:
+        """A folder to write to, and whether it is kept as the result; the processes agree on that."""
+        processes = self.task.context.processes
+        with contextlib.ExitStack() as stack:
+            path: Path | None = None
+            if self.is_saved and processes.first:
+                try:
+                    path = stack.enter_context(atomic_folder(self.folder.result(key), replace=True))
+                except OSError as error:
+                    self._add_problem(key, error)
+            is_kept = processes.on_first(lambda: path is not None)
+            yield path or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rankgrad-"))), is_kept
+
+    def _add_problem(self, key: str, error: OSError) -> None:
+        self.problems.append(f"{self.folder.result(key)}: {write_error_reason(error)}")
+
+
+def _name_of(data: Path | None) -> str:
+    return "data" if data is None else data.stem
+
+
+def _print_results(task: Task, results: Mapping[str, Evaluation], *, debug: bool) -> None:
+    for evaluation in results.values():
+        if evaluation.details:
+            print(f"\n{evaluation.details}")
+    published = () if debug else task.published()
+    print(f"\n{comparison(results, published, task.combine(results))}")
     if debug:
         print(f"\n{DEBUG_NOTICE}")
-    elif any(number.split in results for number in recipe.published):
-        print("\ndifference: points of percent. A published number holds for the paper's own data, weights and settings.")
+    elif any(number.split in results for number in published):
+        print("\ndifference: in percentage points. Published numbers hold for the paper's own data, weights and settings.")
 
 
-def _evaluators(recipe: Recipe, data: DataCache, validation: Split | None) -> dict[str, Evaluator]:
-    """What chooses the best checkpoint while training goes on."""
-    if validation is not None:
-        ks = data.data_set(recipe).ks
+def comparison(
+    results: Mapping[str, Evaluation],
+    published: Sequence[Published],
+    combined: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+) -> str:
+    """A table of what was reached beside what is published, in percent.
 
-        def on_validation(model: nn.Module) -> Mapping[str, float]:
-            embeddings = embeddings_of(recipe, _embedder(model), validation, data.context)
-            return dict(score_shares(embeddings, validation.selected, data.context, ks=ks) or {})
-
-        return {VALIDATION: on_validation}
-    if recipe.validation != "test":
-        return {}
-    split = next(iter(data.tests(recipe)))
-    return {split: lambda model: dict(RetrievalEvaluator(recipe, data, _embedder(model)).score(split).result or {})}
-
-
-def _embedder(model: nn.Module) -> Embedder:
-    assert isinstance(model, Embedder)
-    return model
-
-
-def _counts(split: Split, validation: Split | None) -> dict[str, dict[str, int]]:
-    parts = {"train": split, **({VALIDATION: validation} if validation else {})}
-    return {name: {"images": len(found.labels), "classes": found.selected.num_classes} for name, found in parts.items()}
-
-
-def save_run(recipe: Recipe, context: RunContext, folder: Path, *, debug: bool) -> None:
-    """RUN/recipe.json: all that is needed to continue or test the run, and the published numbers."""
-    RunFolder(folder).write_json(RECIPE_FILE, content_of(recipe, context.data, debug=debug))
-    if debug:
-        (folder / DEBUG_FILE).write_text(f"{DEBUG_NOTICE}\n", encoding="utf-8")
+    Args:
+        results: by split.
+        published: the recipe's numbers; the first of a split and metric counts.
+        combined: metrics over several splits, shown where a number of that name is published.
+    """
+    wanted: dict[tuple[str, str], Published] = {}
+    for number in published:
+        wanted.setdefault((number.split, number.metric), number)
+    rows = []
+    for split, result in results.items():
+        intervals = result.intervals()
+        shown = [metric for metric in result.metrics if metric in result.headline or (split, metric) in wanted]
+        for metric in shown:
+            interval = "" if metric not in intervals else " - ".join(f"{100 * bound:.1f}" for bound in intervals[metric])
+            rows.append(_row(split, metric, result.metrics[metric], interval, wanted.get((split, metric)), result.protocol))
+    for (split, metric), number in wanted.items():
+        if metric in combined.get(split, {}):
+            rows.append(_row(split, metric, combined[split][metric], "", number, "mean"))
+    header = ("split", "metric", "got", "95% interval", "published", "difference", "protocol", "source")
+    return table(*drop_empty_columns(header, rows))
 
 
-class SavedRun:
-    """What RUN/recipe.json says."""
-
-    def __init__(self, recipe: Recipe, data: Path | None, *, debug: bool) -> None:
-        self.recipe, self.data, self.debug = recipe, data, debug
-
-
-def load_run(folder: Path) -> SavedRun:
-    """The recipe that the run in `folder` is of."""
-
-    def made(content: Mapping[str, Any]) -> SavedRun:
-        recipe = Recipe(**description_in(content)).with_settings(content["settings"])
-        return SavedRun(recipe, data_in(content), debug=bool(content.get("debug")))
-
-    return read(folder, made)
+def _row(split: str, metric: str, value: float, interval: str, number: Published | None, protocol: str) -> tuple[str, ...]:
+    got = f"{100 * value:.1f}"
+    if number is None:
+        return (split, metric, got, interval, "", "", protocol, "")
+    if number.value is None:
+        return (split, metric, got, interval, "diverged", "", protocol, number.source)
+    difference = f"{100 * value - number.value:+.1f}"
+    return (split, metric, got, interval, f"{number.value:.1f}", difference, protocol, number.source)

@@ -1,71 +1,85 @@
-"""A trained network on test splits: embeddings, metrics under the data set's protocol, and the files that reports read."""
+"""A trained network on test splits: embeddings, metrics under a protocol, and the files that reports read."""
 
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
+from rankgrad._messages import format_bytes
 from rankgrad.data.preprocessing import Preprocessing
 from rankgrad.data.table import Table
 from rankgrad.eval import Result, evaluate_sharded, evaluate_table, expected_memory
 from rankgrad.eval.embedding_blocks import Array
-from rankgrad.models import Embedder, embed_multiscale
-from rankgrad.runs.data_cache import WITH_DISTRACTORS, DataCache, RunContext, Split
-from rankgrad.runs.embedding import embed, embed_native_shape
-from rankgrad.runs.recipe import Published
-from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
-from rankgrad.runs.retrieval_task import ordered_batches
-from rankgrad.train.processes import ALONE, Processes
+from rankgrad.models import Embedder
+from rankgrad.runs.data_cache import WITH_DISTRACTORS
+from rankgrad.runs.embedding import embed_native_shape
+from rankgrad.runs.task import RunContext
+from rankgrad.train.processes import Processes
 from rankgrad.train.progress import Progress
 
-# nearest neighbours that are kept of every query, for pictures
+if TYPE_CHECKING:
+    from rankgrad.runs.retrieval_task import RetrievalTask
+
+# nearest neighbours that are saved of every query, for pictures
 NEIGHBOURS = 20
+# protocols under which every process ranks its own queries
+SHARDED_PROTOCOLS = ("all-vs-all", "query-gallery")
 
 
 @dataclass(frozen=True, eq=False)
-class Tested:
-    """A split, the embeddings that this process has of it and what all of them score, which the first process knows."""
+class RetrievalEvaluation:
+    """The result of a network on a split.
+
+    Attributes:
+        split: name of the split.
+        table: its images.
+        embeddings: those of this process.
+        result: of all processes; None on all but the first.
+        protocol: name of the rules.
+        processes: those that computed it.
+    """
 
     split: str
     table: Table
     embeddings: NDArray[np.float32]
     result: Result | None
+    protocol: str
+    processes: Processes
+    details = ""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return {} if self.result is None else dict(self.result)
+
+    @property
+    def headline(self) -> Sequence[str]:
+        return [metric for metric in self.metrics if is_headline(metric)]
+
+    def intervals(self) -> Mapping[str, tuple[float, float]]:
+        """By resampling queries."""
+        return self._intervals
+
+    @cached_property
+    def _intervals(self) -> Mapping[str, tuple[float, float]]:
+        return {} if self.result is None else self.result.intervals()
+
+    def write(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        """Write embeddings.npy, table.csv, queries.npz and, last, result.json."""
+        _write_embeddings(folder / "embeddings.npy", self.embeddings, len(self.table), self.processes)
+        if self.result is None:
+            return
+        _write_table(folder / "table.csv", self.table)
+        extra = {"root": str(self.table.root), "table": self.table.name, **extra}
+        self.result.save(folder, split=self.split, category_names=self.table.category_names, extra=extra)
 
 
-class MultiScale(nn.Module):
-    """A network that describes an image at several scales."""
-
-    def __init__(self, model: Embedder, scales: Sequence[float]) -> None:
-        super().__init__()
-        self.model, self.scales = model, tuple(scales)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return embed_multiscale(self.model, images, self.scales)
-
-
-def embeddings_of(recipe: Recipe, model: Embedder, split: Split, context: RunContext) -> Tensor:
-    """[N, d] of this process's share of the rows that are meant, in their order, on the CPU."""
-    described = model if recipe.scales == (1.0,) else MultiScale(model, recipe.scales)
-    rows = None
-    if context.processes.size > 1:
-        rows = (np.arange(len(split.table)) if split.rows is None else split.rows)[context.processes.shard(len(split.labels))]
-    return embed(
-        described,
-        ordered_batches(recipe, split, context, rows),
-        device=context.device,
-        precision=recipe.precision,
-        name=f"embedding {split.table.name}",
-        shown=context.processes.first,
-    )
-
-
-def score_shares(embeddings: Array, table: Table, context: RunContext, **options: Any) -> Result | None:
-    """`evaluate_table` of what all processes hold of a table; None on all but the first."""
+def evaluate_shards(embeddings: Array, table: Table, context: RunContext, **options: Any) -> Result | None:
+    """Evaluate the embeddings that all processes hold of a table; None on all but the first."""
     own = context.processes.shard(len(table))
     marks: dict[str, Any] = {
         name: None if (values := getattr(table, name)) is None else values[own]
@@ -75,73 +89,82 @@ def score_shares(embeddings: Array, table: Table, context: RunContext, **options
 
 
 class RetrievalEvaluator:
-    """Tests one network on one split after another; landmark images are described once, whatever lists they are in."""
+    """Tests one network on one split after another. Landmark images are embedded once, however many lists they are in.
 
-    def __init__(
-        self, recipe: Recipe, data: DataCache, model: Embedder, folder: Path | None = None, *, announce: bool = False
-    ) -> None:
-        self.recipe, self.data, self.model, self.folder, self.announce = recipe, data, model, folder, announce
-        self._described: dict[tuple[Path, int], NDArray[np.float32]] = {}
+    Args:
+        task: what the network was trained for.
+        model: the network.
+        announce: say before each evaluation what it will take.
+    """
 
-    def score(self, name: str, *, protocol: str | None = None) -> Tested:
-        """Test on the split called `name` (see `DataCache.tests`), under its data set's protocol or another one."""
-        data_set_name, split = self.data.tests(self.recipe)[name]
-        data_set = self.data.data_set(self.recipe, data_set_name)
+    def __init__(self, task: "RetrievalTask", model: Embedder, *, announce: bool = False) -> None:
+        self.task, self.model, self.announce = task, model, announce
+        self._landmarks: dict[tuple[Path, int], NDArray[np.float32]] = {}
+
+    def evaluate(self, name: str, *, protocol: str | None = None, scratch: Path | None = None) -> RetrievalEvaluation:
+        """Test on the split called `name`, under its data set's protocol or another one."""
+        task, context = self.task, self.task.context
+        data_set_name, split = task.data.tests(task.recipe)[name]
+        data_set = task.data.data_set(task.recipe, data_set_name)
         wanted = protocol or data_set.protocols[split]
-        options: dict[str, Any] = {"ks": data_set.ks, "device": self.data.context.device}
+        options: dict[str, Any] = {"ks": data_set.ks}
         if wanted != "vehicleid-official":
             options["neighbours"] = NEIGHBOURS
-        table = self.data.table(self.recipe, split, data_set_name)
-        context = self.data.context
+        table = task.data.table(task.recipe, split, data_set_name)
+        result: Result | None = None
         if table.ground_truth is None:
-            opened = self.data.split(self.recipe, split, data_set_name)
-            embeddings = embeddings_of(self.recipe, self.model, opened, context).numpy()
-            table = opened.table
+            opened = task.data.split(task.recipe, split, data_set_name)
+            embeddings, table = task.embed(self.model, opened).numpy(), opened.table
             if context.processes.size > 1:
-                return Tested(name, table, embeddings, self._of_all(name, table, embeddings, wanted, options))
-        elif not context.processes.first:
-            # one image at a time, of any shape: a few thousand of them, described by the first
-            return Tested(name, table, np.empty((0, self.model.dim), np.float32), None)
-        else:
-            embeddings = self._landmarks(table)
+                result = self._evaluate_together(name, table, embeddings, wanted, options)
+            else:
+                result = self._evaluate_alone(name, table, embeddings, wanted, options)
+        elif context.processes.first:
+            # a few thousand images, one at a time because no two have the same shape: by the first process
+            embeddings = self._embed_landmarks(table)
             if name.endswith(WITH_DISTRACTORS):
-                gallery = self.data.table(self.recipe, "distractors", data_set_name)
-                out = None if self.folder is None else self.folder / "eval" / name / "distractors.npy"
-                options["distractors"] = self._landmarks(gallery, out)
-        return Tested(name, table, embeddings, self._evaluated(name, table, embeddings, wanted, options))
+                gallery = task.data.table(task.recipe, "distractors", data_set_name)
+                out = None if scratch is None else scratch / "distractors.npy"
+                options["distractors"] = self._embed_landmarks(gallery, out)
+            result = self._evaluate_alone(name, table, embeddings, wanted, options)
+        else:
+            embeddings = np.empty((0, self.model.dim), np.float32)
+        found = wanted if result is None else result.protocol.name
+        return RetrievalEvaluation(name, table, embeddings, result, found, context.processes)
 
-    def _evaluated(
-        self, name: str, table: Table, embeddings: NDArray[np.float32], protocol: str, options: dict[str, Any]
+    def _evaluate_alone(
+        self, name: str, table: Table, embeddings: NDArray[np.float32], protocol: str, options: Mapping[str, Any]
     ) -> Result:
         if self.announce:
-            print(f"evaluating {name}: {_need(embeddings, table, options['ks'])}", flush=True)
-        with _Meter(f"evaluating {name}") as meter:
-            return evaluate_table(embeddings, table, protocol=protocol, progress=meter, **options)
+            print(f"evaluating {name}: {_cost(embeddings, table, options['ks'])}", flush=True)
+        with _EvaluationProgress(f"evaluating {name}") as progress:
+            return evaluate_table(
+                embeddings, table, protocol=protocol, progress=progress, device=self.task.context.device, **options
+            )  # fmt: skip
 
-    def _of_all(
-        self, name: str, table: Table, embeddings: NDArray[np.float32], protocol: str, options: dict[str, Any]
+    def _evaluate_together(
+        self, name: str, table: Table, embeddings: NDArray[np.float32], protocol: str, options: Mapping[str, Any]
     ) -> Result | None:
-        """By all processes where the protocol can be divided, else by the first, which is sent the embeddings."""
-        context = self.data.context
-        if protocol in ("all-vs-all", "query-gallery"):
-            shared = {key: value for key, value in options.items() if key != "device"}
-            with _Meter(f"evaluating {name}", shown=context.processes.first) as meter:
-                return score_shares(embeddings, table, context, progress=meter, **shared)
+        """By all processes where the protocol allows it, else by the first, which is sent the embeddings."""
+        context = self.task.context
+        if protocol in SHARDED_PROTOCOLS:
+            with _EvaluationProgress(f"evaluating {name}", shown=context.processes.first) as progress:
+                return evaluate_shards(embeddings, table, context, progress=progress, **options)
         blocks = list(context.processes.gather_to_first(embeddings))
-        return self._evaluated(name, table, np.concatenate(blocks), protocol, options) if blocks else None
+        return self._evaluate_alone(name, table, np.concatenate(blocks), protocol, options) if blocks else None
 
-    def _landmarks(self, table: Table, out: Path | None = None) -> NDArray[np.float32]:
+    def _embed_landmarks(self, table: Table, out: Path | None = None) -> NDArray[np.float32]:
         key = (table.root, hash(table.paths))
-        if key not in self._described:
-            recipe, device = self.recipe, self.data.context.device
+        if key not in self._landmarks:
+            recipe, device = self.task.recipe, self.task.context.device
             preprocess = Preprocessing(recipe.size, native_shape=True)
-            self._described[key] = embed_native_shape(
+            self._landmarks[key] = embed_native_shape(
                 self.model, table, preprocess, scales=recipe.scales, device=device, out=out
             )
-        return self._described[key]
+        return self._landmarks[key]
 
 
-def _need(embeddings: NDArray[np.float32], table: Table, ks: tuple[int, ...]) -> str:
+def _cost(embeddings: NDArray[np.float32], table: Table, ks: tuple[int, ...]) -> str:
     """What an evaluation will take, known before it begins."""
     queries = np.arange(len(table)) if table.is_query is None else np.flatnonzero(table.is_query)
     text = f"{len(queries):,} queries among {len(table):,} images"
@@ -154,17 +177,17 @@ def _need(embeddings: NDArray[np.float32], table: Table, ks: tuple[int, ...]) ->
         memory = expected_memory(
             embeddings[queries], table.labels[queries], embeddings[gallery], table.labels[gallery], ks=ks
         )  # fmt: skip
-    return f"{text}, at most {memory / 2**20:,.0f} MiB of memory"
+    return f"{text}, at most {format_bytes(memory)} of memory"
 
 
-class _Meter:
-    """Progress of an evaluation, which tells how much there is to do when it begins."""
+class _EvaluationProgress:
+    """Shows the progress of an evaluation, which knows its total only when it begins."""
 
     def __init__(self, name: str, *, shown: bool = True) -> None:
         self.name, self.shown = name, shown
         self.progress: Progress | None = None
 
-    def __enter__(self) -> "_Meter":
+    def __enter__(self) -> "_EvaluationProgress":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -177,27 +200,8 @@ class _Meter:
         self.progress.advance(done - self.progress.done)
 
 
-def save(tested: Tested, folder: Path, processes: Processes = ALONE, *, debug: bool = False) -> None:
-    """RUN/eval/<split>/: the metrics last, so that whoever finds them finds the rest. The first process writes."""
-    place = folder / "eval" / tested.split
-    table = tested.table
-    if processes.first:
-        place.mkdir(parents=True, exist_ok=True)
-    _save_embeddings(place / "embeddings.npy", tested.embeddings, len(table), processes)
-    if tested.result is None:
-        return
-    with (place / "table.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["path", "label", "category", "is_query", "is_gallery"])
-        flags = [np.ones(len(table), np.bool_) if flag is None else flag for flag in (table.is_query, table.is_gallery)]
-        for row, path in enumerate(table.paths):
-            writer.writerow([path, int(table.labels[row]), _category(table, row), *(int(flag[row]) for flag in flags)])
-    extra = {"root": str(table.root), "table": table.name, "debug": debug}
-    tested.result.save(place, split=tested.split, category_names=table.category_names, extra=extra)
-
-
-def _save_embeddings(path: Path, own: NDArray[np.float32], rows: int, processes: Processes) -> None:
-    """Block by block: all embeddings need not fit into the memory of one process."""
+def _write_embeddings(path: Path, own: NDArray[np.float32], rows: int, processes: Processes) -> None:
+    """Block by block: all embeddings need not fit in the memory of one process."""
     if processes.size == 1:
         np.save(path, own)
         return
@@ -210,55 +214,23 @@ def _save_embeddings(path: Path, own: NDArray[np.float32], rows: int, processes:
         begin += len(block)
 
 
+def _write_table(path: Path, table: Table) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["path", "label", "category", "is_query", "is_gallery", "class"])
+        flags = [np.ones(len(table), np.bool_) if flag is None else flag for flag in (table.is_query, table.is_gallery)]
+        for row, path_in_root in enumerate(table.paths):
+            marks = (int(flag[row]) for flag in flags)
+            label = int(table.labels[row])
+            writer.writerow([path_in_root, label, _category(table, row), *marks, table.class_name(label)])
+
+
 def _category(table: Table, row: int) -> str:
     if table.categories is None or table.categories[row] < 0:
         return ""
     return table.category_names[int(table.categories[row])]
 
 
-def comparison(results: Mapping[str, Result], published: Sequence[Published]) -> str:
-    """Metric by metric what was reached, what is published and the difference, in percent, with the protocol."""
-    header = ("split", "metric", "got", "published", "difference", "protocol", "source")
-    rows: list[tuple[str, ...]] = [header]
-    for split, result in results.items():
-        wanted: dict[str, Published] = {}
-        for number in published:
-            if number.split == split:
-                wanted.setdefault(number.metric, number)
-        shown = [metric for metric in result if metric in wanted or is_headline(metric)]
-        rows += [_line(split, metric, result[metric], wanted.get(metric), result.protocol.name) for metric in shown]
-    for number in published:
-        mean = _mean_of_landmarks(results, number.split)
-        if mean is not None:
-            rows.append(_line(number.split, number.metric, mean, number, "roxford"))
-    kept = [i for i in range(len(header)) if any(row[i] for row in rows[1:])]
-    widths = {i: max(len(row[i]) for row in rows) for i in kept}
-    numbers = (2, 3, 4)
-    return "\n".join(
-        "  ".join(row[i].rjust(widths[i]) if i in numbers else row[i].ljust(widths[i]) for i in kept).rstrip() for row in rows
-    )
-
-
-def _line(split: str, metric: str, value: float, number: Published | None, protocol: str) -> tuple[str, ...]:
-    got = f"{100 * value:.1f}"
-    if number is None:
-        return (split, metric, got, "", "", protocol, "")
-    if number.value is None:
-        return (split, metric, got, "diverged", "", protocol, number.source)
-    return (split, metric, got, f"{number.value:.1f}", f"{100 * value - number.value:+.1f}", protocol, number.source)
-
-
-def _mean_of_landmarks(results: Mapping[str, Result], split: str) -> float | None:
-    """RS@k's means over ROxford and RParis, medium and hard, with distractors and, for "mean", also without."""
-    names = {
-        "mean": ("roxford5k", "roxford5k+r1m", "rparis6k", "rparis6k+r1m"),
-        "mean+r1m": ("roxford5k+r1m", "rparis6k+r1m"),
-    }.get(split, ())
-    if not names or any(name not in results for name in names):
-        return None
-    return float(np.mean([results[name][f"mAP[{level}]"] for name in names for level in ("medium", "hard")]))
-
-
 def is_headline(metric: str) -> bool:
     """Whether tables show it; result.json has all metrics."""
-    return metric in ("mAP", "mAP@R") or metric.startswith(("R@", "mAP["))
+    return metric in ("mAP", "mAP@R", "MRR") or metric.startswith(("R@", "mAP[", "NDCG"))

@@ -1,31 +1,248 @@
-"""From a recipe and its training images to batches."""
+"""Image retrieval as a task: its data, batches, network, loss and evaluation.
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+A task on other inputs inherits loss and evaluation, and replaces `data`, `make_batches`, `make_model` and `embed`.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+import rankgrad as rg
 from rankgrad.data.category_samplers import CategoryHalf, CategoryHard
 from rankgrad.data.image_batches import ImageBatches
 from rankgrad.data.preprocessing import Augment
 from rankgrad.data.samplers import BatchSampler, ClassBalanced, Sequential, WholeClass
+from rankgrad.data.seeds import bits, derive, permutation
 from rankgrad.data.table import Table
-from rankgrad.runs.data_cache import RunContext, Split
-from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
+from rankgrad.models import Embedder, build_model, initialise_head, learn_whitening, parameter_groups
+from rankgrad.runs.data_cache import WITH_DISTRACTORS, DataCache, Split
+from rankgrad.runs.data_identity import DataIdentity
+from rankgrad.runs.embedding import MultiScale, embed
+from rankgrad.runs.recipe import Published
+from rankgrad.runs.retrieval_evaluation import RetrievalEvaluation, RetrievalEvaluator, evaluate_shards
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+from rankgrad.runs.run_folder import RunFolder
+from rankgrad.runs.task import RETRIEVAL, VALIDATION, Evaluation, RunContext, TestIdentity
+from rankgrad.train.large_batch import Loss
+from rankgrad.train.loop import Evaluator
+from rankgrad.train.progress import Progress
 
-# the batch of RS@k, which is as large as batches have been shown to help
-MOST_IMAGES = 4000
-# bytes of a batch of pixels that may lie on the device: RS@k's 4,000 images of 224 x 224 are 0.6 GB
-MOST_BYTES = 2**32
+# the batch of RS@k: the largest that has been shown to help
+LARGEST_BATCH = 4000
+# bytes of a batch of pixels that may be on the device: RS@k's 4,000 images of 224 x 224 are 0.6 GB
+LARGEST_BATCH_BYTES = 2**32
 # images that are embedded at once without a gradient
-EMBEDDED_AT_ONCE = 256
+EMBEDDING_BATCH = 256
+# images that learned whitening is computed from: ten for each of 2,048 dimensions
+WHITENING_IMAGES = 20_480
+# images of a class where a sampler takes whole classes and there is no data: the mean of SOP
+ASSUMED_PER_CLASS = 5
+# RS@k's means over ROxford and RParis, medium and hard
+LANDMARK_MEANS = {
+    "mean": ("roxford5k", "roxford5k+r1m", "rparis6k", "rparis6k+r1m"),
+    "mean+r1m": ("roxford5k+r1m", "rparis6k+r1m"),
+}
+
+
+class RetrievalTask:
+    """Train an embedding network and rank images by its scores.
+
+    Args:
+        recipe: everything that decides the result.
+        context: where it runs.
+        data: what is opened already; by default nothing.
+    """
+
+    name = RETRIEVAL
+    command = "rankgrad train"
+    outputs_are_embeddings = True
+
+    def __init__(self, recipe: RetrievalRecipe, context: RunContext, data: DataCache | None = None) -> None:
+        self.recipe, self.context = recipe, context
+        self.data = data or DataCache(context)
+
+    @classmethod
+    def from_run(cls, run: RunFolder, context: RunContext, changes: Mapping[str, Any]) -> Self:
+        return cls(run.read_recipe(RetrievalRecipe).with_settings(changes), run.context(context))
+
+    def with_recipe(self, recipe: RetrievalRecipe) -> Self:
+        return type(self)(recipe, self.context, self.data)
+
+    def notes(self) -> Sequence[str]:
+        return self.data.data_set(self.recipe).notes
+
+    def data_identity(self) -> Mapping[str, DataIdentity]:
+        splits = ["train", *([VALIDATION] if self.recipe.validation == "split" else [])]
+        found = {split: self.data.identity(self.recipe, split) for split in splits}
+        # the result of a test on other data sets says itself what they were
+        if not self.recipe.test_on:
+            for split in self.test_splits():
+                found[split] = self.data.identity(self.recipe, split)
+        return found
+
+    def data_counts(self) -> Mapping[str, Mapping[str, int]]:
+        train, validation = self.data.training(self.recipe)
+        splits = {"train": train, **({VALIDATION: validation} if validation else {})}
+        return {
+            name: {"images": len(split.labels), "classes": split.selected.num_classes} for name, split in splits.items()
+        }  # fmt: skip
+
+    def run_file_entries(self) -> Mapping[str, Any]:
+        return {}
+
+    def published(self) -> Sequence[Published]:
+        return self.recipe.published
+
+    def make_model(self, *, pretrained: bool) -> Embedder:
+        recipe = self.recipe if pretrained else replace(self.recipe, weights="none")
+        model = build_model(recipe.model_spec(), seed=derive(recipe.seed, "first weights")).to(self.context.device)
+        # in the format it is trained in: a test that sums in another order would differ in the last bits
+        return model.to(memory_format=torch.channels_last) if recipe.channels_last else model
+
+    def initialise(self, model: nn.Module) -> None:
+        """Whiten the embeddings, if the recipe asks for it."""
+        if self.recipe.whiten:
+            for note in whiten(self, as_embedder(model), self.data.training(self.recipe)[0]):
+                self.context.note(note)
+
+    def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        recipe = self.recipe
+        return parameter_groups(
+            as_embedder(model),
+            lr=recipe.lr,
+            weight_decay=recipe.weight_decay,
+            head_lr=recipe.head_lr,
+            decay_norms=recipe.decay_norms,
+            gem_lr=recipe.gem_lr,
+            decay_gem=recipe.decay_gem,
+        )
+
+    def make_loss(self) -> Loss:
+        loss = self.local_loss()
+        return rg.DistributedRankLoss(loss) if self.context.processes.size > 1 else loss
+
+    def local_loss(self) -> rg.RankLoss | rg.SiMix | rg.EmbeddingMemory:
+        """The loss of one process: the recipe's preset, with SiMix or a memory around it."""
+        loss = _preset(self.recipe)
+        if self.recipe.simix:
+            # draws from torch's generator, which the training loop seeds before every step
+            return rg.SiMix(loss)
+        if self.recipe.memory:
+            return rg.EmbeddingMemory(loss, self.recipe.memory)
+        return loss
+
+    def make_batches(self) -> ImageBatches:
+        return training_batches(self.recipe, self.data.training(self.recipe)[0], self.context)
+
+    def sample_batch(self) -> tuple[Tensor, Tensor]:
+        recipe = self.recipe
+        if self.has_data:
+            _, _, images, labels = next(self.make_batches().iterate(0))
+            return images, labels
+        if not recipe.batch_size:
+            raise ValueError(f"{recipe.name}: the batch size depends on the data: give --data DIR or --batch-size N")
+        # one image many times: time and memory do not depend on the pixels
+        image = torch.randint(0, 256, (1, 3, recipe.size, recipe.size), dtype=torch.uint8)
+        labels = torch.arange(recipe.batch_size) // (recipe.per_class or ASSUMED_PER_CLASS)
+        return image.expand(recipe.batch_size, -1, -1, -1), labels
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there are images to make batches of."""
+        return self.context.data is not None or self.recipe.data_set == "glyphs"
+
+    def evaluators(self) -> Mapping[str, Evaluator]:
+        selected_on = self.selected_on()
+        if selected_on is None:
+            return {}
+        _, validation = self.data.training(self.recipe)
+        if validation is None:
+            return {selected_on: lambda model: RetrievalEvaluator(self, as_embedder(model)).evaluate(selected_on).metrics}
+        ks = self.data.data_set(self.recipe).ks
+
+        def on_validation(model: nn.Module) -> Mapping[str, float]:
+            embeddings = self.embed(as_embedder(model), validation)
+            return dict(evaluate_shards(embeddings, validation.selected, self.context, ks=ks) or {})
+
+        return {VALIDATION: on_validation}
+
+    def selected_on(self) -> str | None:
+        if self.recipe.validation == "none":
+            return None
+        return next(iter(self.test_splits())) if self.recipe.validation == "test" else VALIDATION
+
+    def test_splits(self) -> Sequence[str]:
+        return list(self.data.tests(self.recipe))
+
+    def test_identity(self, split: str, protocol: str | None = None) -> TestIdentity:
+        name, split_of_data_set = self.data.tests(self.recipe)[split]
+        own = self.data.data_set(self.recipe, name).protocols[split_of_data_set]
+        fingerprint = self.data.identity(self.recipe, split_of_data_set, name).fingerprint
+        if split.endswith(WITH_DISTRACTORS):
+            fingerprint += f"+{self.data.identity(self.recipe, 'distractors', name).fingerprint}"
+        return TestIdentity(fingerprint, protocol or own, is_default=protocol in (None, own))
+
+    def evaluate(
+        self, model: nn.Module, split: str, *, protocol: str | None = None, scratch: Path | None = None
+    ) -> RetrievalEvaluation:
+        evaluator = RetrievalEvaluator(self, as_embedder(model), announce=True)
+        return evaluator.evaluate(split, protocol=protocol, scratch=scratch)
+
+    def combine(self, results: Mapping[str, Evaluation]) -> Mapping[str, Mapping[str, float]]:
+        """RS@k's means over the landmark tests."""
+        return {
+            name: {"mAP": float(np.mean([results[s].metrics[f"mAP[{level}]"] for s in splits for level in ("medium", "hard")]))}
+            for name, splits in LANDMARK_MEANS.items()
+            if all(split in results for split in splits)
+        }
+
+    def embed(self, model: Embedder, split: Split) -> Tensor:
+        """Embeddings [N, d] of this process's shard of the selected rows, in their order, on the CPU."""
+        module = model if self.recipe.scales == (1.0,) else MultiScale(model, self.recipe.scales)
+        processes, rows = self.context.processes, None
+        if processes.size > 1:
+            rows = (np.arange(len(split.table)) if split.rows is None else split.rows)[processes.shard(len(split.labels))]
+        return embed(
+            module,
+            ordered_batches(self.recipe, split, self.context, rows),
+            device=self.context.device,
+            precision=self.recipe.precision,
+            name=f"embedding {split.table.name}",
+            shown=processes.first,
+        )
+
+
+def _preset(recipe: RetrievalRecipe) -> rg.RankLoss:
+    match recipe.loss:
+        case "fastap":
+            return rg.FastAPLoss(recipe.bins)
+        case "rambo-recall":
+            return rg.RamboRecallLoss(recipe.lam, recipe.margin, recipe.weighting)
+        case "rambo-ap":
+            return rg.RamboAPLoss(recipe.lam, recipe.margin)
+        case "smooth-ap":
+            return rg.SmoothAPLoss(recipe.tau)
+        case "recall-at-k":
+            return rg.RecallAtKLoss(recipe.ks, recipe.tau, recipe.tau_cut, query_in_database=recipe.query_in_database)
+        case _:
+            raise AssertionError(f"no loss for {recipe.loss!r}")
+
+
+def as_embedder(model: nn.Module) -> Embedder:
+    """The model that the loop hands back, which is the one it was given."""
+    assert isinstance(model, Embedder)
+    return model
 
 
 class SubsetSampler:
-    """A sampler of some rows of a table, its batches given as rows of the whole."""
+    """A sampler over some rows of a table, which yields rows of the whole."""
 
     def __init__(self, sampler: BatchSampler, rows: NDArray[np.int64]) -> None:
         self.sampler, self.rows = sampler, rows
@@ -47,13 +264,13 @@ class SubsetSampler:
         self.sampler.load_state_dict(state)
 
 
-def make_sampler(recipe: Recipe, table: Table) -> BatchSampler:
+def make_sampler(recipe: RetrievalRecipe, table: Table) -> BatchSampler:
     """The sampler of `recipe` over the images of `table`."""
     per_class = recipe.per_class or None
     if recipe.sampler in ("category-hard", "category-half"):
         if table.categories is None:
             raise ValueError(
-                f"the sampler {recipe.sampler!r} needs categories, and {table.name} has none: "
+                f"--sampler {recipe.sampler} needs categories, and {table.name} has none: "
                 "use --sampler class-balanced or whole-class"
             )
         if recipe.sampler == "category-half":
@@ -71,41 +288,40 @@ def make_sampler(recipe: Recipe, table: Table) -> BatchSampler:
     return ClassBalanced(table.labels, recipe.batch_size or largest_batch(recipe, table), recipe.per_class, seed=recipe.seed)
 
 
-def largest_batch(recipe: Recipe, table: Table) -> int:
-    """`per_class` images of every class that has as many, `MOST_IMAGES` at most."""
+def largest_batch(recipe: RetrievalRecipe, table: Table) -> int:
+    """`per_class` images of every class that has that many, `LARGEST_BATCH` at most."""
     counts = np.unique(table.labels[table.labels != -1], return_counts=True)[1]
     usable = int((counts >= recipe.per_class).sum())
     if usable < 2:
         raise ValueError(
-            f"{table.name} has {usable} classes with at least {recipe.per_class} images, and 2 are wanted: lower --per-class"
+            f"{table.name} has {usable} classes with at least {recipe.per_class} images, and 2 are needed: lower --per-class"
         )
-    return min(usable, MOST_IMAGES // recipe.per_class) * recipe.per_class
+    return min(usable, LARGEST_BATCH // recipe.per_class) * recipe.per_class
 
 
-def make_batches(recipe: Recipe, split: Split, context: RunContext) -> ImageBatches:
-    """Training batches of `recipe`, on the device unless they would fill it: then chunks go there one by one."""
+def training_batches(recipe: RetrievalRecipe, split: Split, context: RunContext) -> ImageBatches:
+    """Batches on the device, unless they would fill it: then chunks are moved there one by one."""
     sampler = make_sampler(recipe, split.selected)
-    share = recipe.size / recipe.stored
     images = recipe.batch_size or largest_batch(recipe, split.selected)
     return ImageBatches(
         split.images,
         split.table.labels,
         sampler if split.rows is None else SubsetSampler(sampler, split.rows),
-        Augment(recipe.crop, flip=recipe.flip, share=share, scale=(recipe.crop_scale, 1.0)),
+        Augment(recipe.crop, flip=recipe.flip, share=recipe.size / recipe.stored, scale=(recipe.crop_scale, 1.0)),
         recipe.size,
         recipe.seed,
-        context.device if 3 * images * recipe.size**2 <= MOST_BYTES * context.processes.size else "cpu",
+        context.device if 3 * images * recipe.size**2 <= LARGEST_BATCH_BYTES * context.processes.size else "cpu",
         context.workers or 0,
         shard=(context.processes.rank, context.processes.size),
     )
 
 
 def ordered_batches(
-    recipe: Recipe, split: Split, context: RunContext, rows: NDArray[np.int64] | None = None
+    recipe: RetrievalRecipe, split: Split, context: RunContext, rows: NDArray[np.int64] | None = None
 ) -> "RenumberedBatches":
-    """The middle of each image, in the order of `rows` of the split's table, by default those that are meant."""
+    """The center crop of each image, in the order of `rows` of the table, by default the selected ones."""
     rows = split.rows if rows is None else rows
-    at_once = EMBEDDED_AT_ONCE
+    at_once = EMBEDDING_BATCH
     if isinstance(recipe.chunk_size, int) and recipe.chunk_size:
         at_once = min(at_once, recipe.chunk_size)
     sampler = Sequential(len(split.table) if rows is None else len(rows), at_once)
@@ -121,13 +337,13 @@ def ordered_batches(
     return RenumberedBatches(batches)
 
 
-def center_crops(recipe: Recipe) -> Augment:
-    """What a test shows of an image: the middle."""
+def center_crops(recipe: RetrievalRecipe) -> Augment:
+    """What the network sees of a test image."""
     return Augment("center", share=recipe.size / recipe.stored)
 
 
 class RenumberedBatches:
-    """ImageBatches whose images are numbered in the order they come, whichever rows of a table they are."""
+    """Batches whose images are numbered in the order they come, whichever rows of a table they are."""
 
     def __init__(self, batches: ImageBatches) -> None:
         self.batches = batches
@@ -143,3 +359,31 @@ class RenumberedBatches:
         for step, indices, images, labels in self.batches.iterate(start):
             yield step, torch.arange(count, count + len(indices)), images, labels
             count += len(indices)
+
+
+@torch.no_grad()
+def whiten(task: RetrievalTask, model: Embedder, split: Split) -> list[str]:
+    """Set the linear layer to the learned whitening of training images; returns notes for the user."""
+    recipe, device = task.recipe, task.context.device
+    # whole classes in random order: whitening is learned from pairs of one class
+    names, classes = np.unique(split.labels, return_inverse=True)
+    order = permutation(len(names), bits(recipe.seed, "whitening"))[classes]
+    rows = order.argsort(kind="stable")[:WHITENING_IMAGES]
+    if split.rows is not None:
+        rows = split.rows[rows]
+    batches = ordered_batches(recipe, split, task.context, rows)
+    model.eval()
+    pooled = []
+    with Progress(len(batches), "whitening", unit="batches") as progress:
+        for _, _, images, _ in batches.iterate(0):
+            pooled.append(model.pooled(images.to(device)).float())
+            progress.advance()
+    labels = torch.from_numpy(split.table.labels[rows]).to(device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        learned = learn_whitening(torch.cat(pooled), labels)
+    initialise_head(model, learned.mean, learned.projection)
+    model.train()
+    # the outputs of layer norm sum to 0, so one direction is always missing
+    wanted = len(learned.mean) - recipe.layer_norm
+    return [str(warning.message) for warning in caught] if learned.spanned < wanted else []

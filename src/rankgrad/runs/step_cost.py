@@ -1,6 +1,6 @@
 """What a step will cost on this machine, measured before a run: time and memory by stage, and the chunk size to take.
 
-    print(plan(model, loss, make_batch, settings, device="cuda", steps_per_epoch=14))
+    print(measure_step(model, loss, make_batch, settings, device="cuda", steps_per_epoch=14))
 
 Chunks are measured from small to large until memory or patience ends; a larger one is judged by its neighbour.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rankgrad._checks import check_positive
 from rankgrad._device import available_bytes
+from rankgrad.runs.task import Task
 from rankgrad.train.activation_budget import BACKWARD_FACTOR, PROBE, SHARE, count_saved_bytes, graph_bytes
 from rankgrad.train.batch_tree import num_rows, select_rows
 from rankgrad.train.gradient_check import live_batch_norms
@@ -75,7 +76,7 @@ class ChunkCost:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepCost:
     """The cost of a step; `str()` is a table.
 
     Attributes:
@@ -145,17 +146,19 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan(
+def measure_step(
     model: nn.Module,
     loss: Loss,
     make_batch: Callable[[], tuple[Any, Tensor]],
     settings: TrainSettings,
     device: torch.device | str = "cpu",
     *,
-    groups: Sequence[dict[str, Any]] | None = None,
+    param_groups: Sequence[dict[str, Any]] | None = None,
     steps_per_epoch: int = 0,
     patience: float = 60.0,
-) -> Plan:
+    warm_up: int = 1,
+    jitter: bool = True,
+) -> StepCost:
     """Measures the stages of a step and chooses a chunk size; but for gradients, which are dropped, nothing is left changed.
 
     Args:
@@ -164,11 +167,13 @@ def plan(
         make_batch: makes images and labels as in training.
         settings: precision, optimizer and so on.
         device: where to measure.
-        groups: parameter groups, by default all parameters.
+        param_groups: parameter param_groups, by default all parameters.
         steps_per_epoch: for the time of an epoch.
         patience: seconds that measuring may take, roughly; what would take longer is estimated.
+        warm_up: calls of the loss before it is measured.
+        jitter: perturb the outputs of the model that stand for those of a whole batch, so that no two are equal.
     """
-    check_positive(patience, name="patience", caller="plan")
+    check_positive(patience, name="patience", caller="measure_step")
     device = torch.device(device)
     was_training = model.training
     model.to(device).train()
@@ -179,14 +184,14 @@ def plan(
     images, labels = make_batch()
     load = time.perf_counter() - began
     large = LargeBatch(model, loss, 0, autocast=AUTOCAST[settings.precision])
-    meter = _Meter(large, images, device)
+    meter = _StepMeter(large, images, device)
     try:
         # live batch norm leaves no choice: the batch is one chunk
         sizes = [meter.items] if live_batch_norms(model) else _sizes(meter.items)
         tried = tuple(_costs(meter, sizes, patience, available_bytes(device)))
-        loss_seconds, loss_memory = meter.loss(meter.embeddings(), labels.to(device))
-        groups = groups or [{"params": list(model.parameters())}]
-        optimizer_seconds, optimizer_memory = meter.optimizer(groups, settings)
+        loss_seconds, loss_memory = meter.loss(meter.embeddings(jitter=jitter), labels.to(device), warm_up)
+        param_groups = param_groups or [{"params": list(model.parameters())}]
+        optimizer_seconds, optimizer_memory = meter.optimizer(param_groups, settings)
     finally:
         for parameter in model.parameters():
             parameter.grad = None
@@ -198,7 +203,7 @@ def plan(
     # gradients and optimizer state stay while chunks go through; the loss has come and gone by then
     room = None if free is None else int(SHARE.get(device.type, 0.5) * free) - optimizer_memory
     fitting = [cost for cost in tried if cost.fits(room)] or [tried[0]]
-    return Plan(
+    return StepCost(
         batch_size=meter.items,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads",
         available=room,
@@ -213,7 +218,7 @@ def plan(
     )
 
 
-class _Meter:
+class _StepMeter:
     """Runs parts of a step and looks at clock and memory."""
 
     def __init__(self, large: LargeBatch, images: Any, device: torch.device) -> None:
@@ -226,10 +231,12 @@ class _Meter:
         return output
 
     @torch.no_grad()
-    def embeddings(self) -> Tensor:
-        """As many as the batch has, of the right width: those of a few images with noise, so that no two are equal."""
+    def embeddings(self, *, jitter: bool) -> Tensor:
+        """Outputs for a whole batch, from those of a few images."""
         few = self.embed(min(PROBE, self.items)).float()
         many = few.repeat(-(-self.items // len(few)), 1)[: self.items]
+        if not jitter:
+            return many
         return torch.nn.functional.normalize(many + torch.randn_like(many) / many.shape[1] ** 0.5, dim=1)
 
     def cost(self, size: int) -> ChunkCost:
@@ -241,7 +248,7 @@ class _Meter:
             needed = int(BACKWARD_FACTOR * graph_bytes(self.large, self.images, size))
         return ChunkCost(size, self.items, forward, self._timed(lambda: self._backward(size)), needed)
 
-    def loss(self, embeddings: Tensor, labels: Tensor) -> tuple[float, int]:
+    def loss(self, embeddings: Tensor, labels: Tensor, warm_up: int) -> tuple[float, int]:
         leaf = embeddings.requires_grad_()
 
         def once() -> None:
@@ -249,7 +256,8 @@ class _Meter:
                 value = self.large.loss(leaf, labels)
             value.backward()
 
-        once()  # kernels are compiled
+        for _ in range(warm_up):  # kernels are compiled
+            once()
         seconds = self._timed(once)
         if self.device.type == "cuda":
             return seconds, self._peak(once)
@@ -257,9 +265,9 @@ class _Meter:
             self.large.loss(leaf, labels)
         return seconds, counter.total
 
-    def optimizer(self, groups: Sequence[dict[str, Any]], settings: TrainSettings) -> tuple[float, int]:
+    def optimizer(self, param_groups: Sequence[dict[str, Any]], settings: TrainSettings) -> tuple[float, int]:
         """A step with a learning rate of 0 costs as much as any and changes nothing."""
-        optimizer = make_optimizer([{**group, "lr": 0.0} for group in groups], settings)
+        optimizer = make_optimizer([{**group, "lr": 0.0} for group in param_groups], settings)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -291,7 +299,7 @@ class _Meter:
             torch.cuda.synchronize(self.device)
 
 
-def _costs(meter: _Meter, sizes: Sequence[int], patience: float, free: int | None) -> Iterator[ChunkCost]:
+def _costs(meter: _StepMeter, sizes: Sequence[int], patience: float, free: int | None) -> Iterator[ChunkCost]:
     """The cost of each size, ascending; measured as long as memory and patience last, then estimated."""
     began = time.perf_counter()
     meter.cost(sizes[0])  # the first pass of a process is slower than any other
@@ -331,3 +339,21 @@ def _time(seconds: float) -> str:
 
 def _size(number: int) -> str:
     return f"{number / 2**20:,.1f} MiB" if number < 2**30 else f"{number / 2**30:,.1f} GiB"
+
+
+def step_cost_of(task: Task) -> StepCost:
+    """What a training step of a task costs; with data the batches are real, and the time of an epoch is told too."""
+    # neither time nor memory depends on the weights, so nothing is downloaded
+    model = task.make_model(pretrained=False)
+    return measure_step(
+        model,
+        task.make_loss(),
+        task.sample_batch,
+        task.recipe.train_settings(),
+        task.context.device,
+        param_groups=task.param_groups(model),
+        steps_per_epoch=len(task.make_batches()) if task.has_data else 0,
+        # a memory makes the lists longer until it is full
+        warm_up=1 + task.recipe.memory,
+        jitter=task.outputs_are_embeddings,
+    )

@@ -1,45 +1,56 @@
-"""Run a study: one base recipe and lists of changes to it, as a table.
-
-Every run sees the same number of training images, whatever its batch size; the learning rate goes with the root of the batch
-size, the rule for Adam, and its warm-up keeps its pace.
-"""
+"""Studies: lists of changes to one base recipe, each run with several seeds, as tables."""
 
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from rankgrad.runs.data_cache import DataCache
-from rankgrad.runs.ledger import Entry, Ledger, as_csv, key_of, markdown, percentages
+from rankgrad._files import replace_file
+from rankgrad._messages import format_duration, markdown_table
+from rankgrad.runs.ledger import Entry, Ledger, as_csv, key_of, percentages
 from rankgrad.runs.pipeline import train_and_evaluate
-from rankgrad.runs.recipe import Recipe as BaseRecipe
-from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
+from rankgrad.runs.recipe import Recipe
+from rankgrad.runs.run_folder import RunFolder
+from rankgrad.runs.task import Task
 
-METRICS = ("R@1", "R@4", "mAP", "mAP@R")
+TEST = "test"
 
 
 @dataclass(frozen=True)
 class Variation:
-    """One line of a study's table: what of the base is changed, or of a base of its own."""
+    """A line of a study's table: what is changed in the base, or a recipe in its place."""
 
     group: str
     label: str
     changes: Mapping[str, Any]
-    base: BaseRecipe | None = None
+    base: Recipe | None = None
 
 
 @dataclass(frozen=True)
 class Study:
-    """A base recipe and its variations."""
+    """A base recipe and its variations.
+
+    Attributes:
+        name: of the study.
+        base: what all lines have in common.
+        variations: the lines.
+        metrics: columns of the table, () for all metrics there are.
+        matches_budget: whether all lines see as many training images, whatever their batch size (`match_budget`).
+        saves_results: whether the folder of each run keeps its result.
+    """
 
     name: str
-    base: BaseRecipe
+    base: Recipe
     variations: tuple[Variation, ...]
+    metrics: tuple[str, ...] = ()
+    matches_budget: bool = False
+    saves_results: bool = False
 
     def chosen(self, pattern: str) -> tuple[Variation, ...]:
-        """The variations whose group or label matches a shell pattern or contains it."""
+        """The variations whose group or label contains `pattern`, or matches it as a shell pattern."""
         wanted = pattern.lower() if any(char in pattern for char in "*?[") else f"*{pattern.lower()}*"
         found = tuple(v for v in self.variations if fnmatch(v.group.lower(), wanted) or fnmatch(v.label.lower(), wanted))
         if not found:
@@ -50,67 +61,107 @@ class Study:
 
 def run_study(
     study: Study,
-    base: Recipe,
+    task: Task,
     seeds: Sequence[int],
-    data: DataCache,
     folder: Path,
     *,
+    changes: Mapping[str, Any] | None = None,
     only: str = "",
     csv: Path | None = None,
     debug: bool = False,
 ) -> str:
-    """Run the chosen variations of `base`, writing `csv` and a table after every run; returns the table."""
+    """Run the chosen lines with every seed; returns the table.
+
+    A file with a line for each run, and the table beside it, are written after every run. A study that was stopped continues
+    where it was: a finished run is a line of the ledger, an unfinished one is resumed.
+
+    Args:
+        study: what to run.
+        task: of the base recipe, with its data.
+        seeds: every line is run with each of them.
+        folder: where the runs go.
+        changes: settings that hold for all lines, whatever they change.
+        only: which lines, see `Study.chosen`.
+        csv: the file, by default in `folder`.
+        debug: run the debug version of each line.
+    """
     ledger = Ledger(folder / "ledger.jsonl")
-    images = len(data.split(base.debug_version() if debug else base, "train").table)
-    planned = [(variation, _sized(base, variation, images, debug=debug)) for variation in study.chosen(only)]
     csv = csv or folder / f"{study.name}.csv"
     csv.parent.mkdir(parents=True, exist_ok=True)
+    planned = _planned(study, task, changes or {}, only=only, debug=debug)
     rows: list[tuple[Variation, list[Entry]]] = []
+    text = ""
     for number, (variation, recipe) in enumerate(planned, start=1):
         rows.append((variation, []))
         for seed in seeds:
-            entry = _finished(variation, replace(recipe, seed=seed), data, folder, ledger, f"{number}/{len(planned)}")
+            run = task.with_recipe(replace(recipe, seed=seed))
+            entry = _entry(study, variation, run, folder, ledger, f"{number}/{len(planned)}", debug=debug)
             rows[-1][1].append(entry)
-            csv.write_text(as_csv(entry for _, entries in rows for entry in entries), encoding="utf-8")
-    text = _table(rows)
-    csv.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+            replace_file(csv, as_csv(entry for _, entries in rows for entry in entries))
+            text = _tables(study, rows)
+            replace_file(csv.with_suffix(".md"), text + "\n")
     return text
 
 
-def _sized(base: Recipe, variation: Variation, images: int, *, debug: bool) -> Recipe:
-    recipe = base.with_settings(variation.changes)
-    if debug:
-        return recipe.debug_version()
-    # epochs of the base are passes through the images; a sampler's own epoch may be anything
+def _planned(study: Study, task: Task, changes: Mapping[str, Any], *, only: str, debug: bool) -> list[tuple[Variation, Recipe]]:
+    """Every line with its recipe. What the command line says holds for all of them."""
+    found = []
+    for variation in study.chosen(only):
+        base = (variation.base or study.base).with_settings(changes)
+        recipe = base.with_settings({**variation.changes, **changes})
+        if debug:
+            recipe = recipe.debug_version(has_data=task.context.data is not None).with_settings(changes)
+        elif study.matches_budget:
+            images = task.with_recipe(base).data_counts()["train"]["images"]
+            recipe = match_budget(base, recipe, images)
+        found.append((variation, recipe))
+    return found
+
+
+def match_budget(base: Any, recipe: Any, images: int) -> Any:
+    """`recipe` with the steps in which it sees as many images as `base` in its epochs, of `images` each.
+
+    The learning rate goes with the root of the batch size, the rule for Adam, and its warm-up keeps its pace.
+    """
+    # an epoch of the base is a pass over the images; that of a sampler may be anything
     steps = max(1, round(base.epochs * images / recipe.batch_size))
     steps = min(base.steps or steps, steps)
     growth = math.sqrt(recipe.batch_size / base.batch_size)
-    # where it rises at twice this pace, as over 20 steps with a batch of 3,840, all embeddings are in one point after four
-    # steps, and sigmoid ranks have no gradient there
+    # with a warm-up twice as fast, 20 steps at a batch of 3,840, all embeddings collapse within four steps, and sigmoid ranks
+    # have no gradient there
     warmup_steps = min(round(base.warmup_steps * growth), steps // 2)
     return replace(recipe, lr=recipe.lr * growth, steps=steps, warmup_steps=warmup_steps)
 
 
-def _finished(variation: Variation, recipe: Recipe, data: DataCache, folder: Path, ledger: Ledger, number: str) -> Entry:
-    key = key_of(recipe, "test")
+def _entry(study: Study, variation: Variation, task: Task, folder: Path, ledger: Ledger, number: str, *, debug: bool) -> Entry:
+    key = key_of(task.recipe, TEST)
     known = ledger.get(key)
     if known:
         # the same settings may stand in several groups
         return replace(known, group=variation.group, label=variation.label, changes=dict(variation.changes))
-    print(f"{number} {variation.group}: {variation.label}, seed {recipe.seed}", flush=True)
-    scores, seconds = train_and_evaluate(recipe, data, folder / "runs" / key, splits=["test"])
-    entry = Entry(key, variation.group, variation.label, dict(variation.changes), recipe.seed, "test", scores["test"], seconds)
+    print(f"{number} {variation.group}: {variation.label}, seed {task.recipe.seed}", flush=True)
+    run = RunFolder(folder / "runs" / key)
+    scores, seconds = train_and_evaluate(task, run, splits=[TEST], save=study.saves_results, debug=debug)
+    seed = task.recipe.seed
+    entry = Entry(key, variation.group, variation.label, dict(variation.changes), seed, TEST, scores[TEST], seconds)
     ledger.add(entry)
+    # results and curves are kept; the weights of a study would fill a disk
+    shutil.rmtree(run.path / "checkpoints")
     return entry
 
 
-def _table(rows: Sequence[tuple[Variation, Sequence[Entry]]]) -> str:
+def _tables(study: Study, rows: Sequence[tuple[Variation, Sequence[Entry]]]) -> str:
     parts = []
     for group in dict.fromkeys(variation.group for variation, _ in rows):
-        lines = [
-            [variation.label, *(percentages(entries, metric) for metric in METRICS), f"{sum(e.seconds for e in entries):.0f} s"]
-            for variation, entries in rows
-            if variation.group == group
+        lines = [(variation, entries) for variation, entries in rows if variation.group == group]
+        metrics = study.metrics or tuple(lines[0][1][0].metrics)
+        cells = [
+            [
+                variation.label,
+                *(percentages(entries, metric) for metric in metrics),
+                format_duration(sum(entry.seconds for entry in entries)),
+            ]
+            for variation, entries in lines
         ]
-        parts.append(markdown([group, *METRICS, "time"], lines))
+        parts.append(markdown_table([group, *metrics, "time"], cells))
     return "\n\n".join(parts)

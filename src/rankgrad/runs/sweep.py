@@ -1,6 +1,6 @@
-"""A grid over any settings: validation classes choose, and the chosen setting is trained on all classes and tested once.
+"""A grid over any settings: validation classes select, and the selected setting is trained on all classes and tested once.
 
-The test classes play no part in the choice. Data is read and decoded once for all runs.
+The test classes play no part in the selection. Data is read and decoded once for all runs.
 """
 
 import itertools
@@ -10,23 +10,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rankgrad._messages import did_you_mean
-from rankgrad.runs.data_cache import DataCache
-from rankgrad.runs.ledger import Entry, Ledger, as_csv, key_of, markdown, mean_and_deviation, percentages
+from rankgrad._files import replace_file
+from rankgrad._messages import did_you_mean, markdown_table, plural
+from rankgrad.runs.ledger import Entry, Ledger, as_csv, key_of, mean_and_deviation, percentages
 from rankgrad.runs.pipeline import train_and_evaluate
 from rankgrad.runs.recipe import flag_of, format_value, settings_of
 from rankgrad.runs.retrieval_evaluation import is_headline
-from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+from rankgrad.runs.retrieval_task import RetrievalTask
+from rankgrad.runs.run_folder import RunFolder
+from rankgrad.runs.task import VALIDATION
 
-# a sweep decides these itself
-DECIDED = ("validation", "seed")
-# of a folder, in characters; file systems end at 255
+# set by the sweep itself
+FIXED = ("validation", "seed")
+# characters in the name of a folder; most file systems allow 255
 LONGEST_NAME = 120
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """What a sweep found: validation runs of every combination, test runs of the chosen one."""
+class SweepResult:
+    """What a sweep found.
+
+    Attributes:
+        chosen: the best combination.
+        validated: every combination with its runs on validation classes.
+        tested: runs of the chosen one on the test splits.
+        metric: what the choice went by.
+    """
 
     chosen: Mapping[str, Any]
     validated: tuple[tuple[Mapping[str, Any], tuple[Entry, ...]], ...]
@@ -49,71 +59,77 @@ class Sweep:
             [split, *(percentages(entries, name) if all(name in e.metrics for e in entries) else "" for name in test_metrics)]
             for split, entries in splits.items()
         ]
-        seeds = len({entry.seed for entry in self.tested})
+        seeds = plural(len({entry.seed for entry in self.tested}), "seed")
         return "\n".join(
             [
-                f"validation classes, {seeds} seed{'s' if seeds > 1 else ''}, best {self.metric} marked *",
-                markdown(["setting", *metrics], rows),
+                f"validation classes, {seeds}, best {self.metric} marked *",
+                markdown_table(["setting", *metrics], rows),
                 "",
                 f"test, {label_of(self.chosen)}, trained on all training classes",
-                markdown(["split", *test_metrics], tests),
+                markdown_table(["split", *test_metrics], tests),
             ]
         )
 
 
 def parse_grid(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """`lr=1e-4,3e-4` as {"lr": (1e-4, 3e-4)}; the alternatives of a setting that is itself several values part at `/`."""
+    """`lr=1e-4,3e-4` as {"lr": (1e-4, 3e-4)}; values of a setting that is itself a list are separated by `/`."""
     grid: dict[str, tuple[Any, ...]] = {}
-    known = settings_of(Recipe)
+    settings = settings_of(RetrievalRecipe)
     for text in texts:
         flag, equals, values = text.partition("=")
         name = flag.strip().removeprefix("--").replace("-", "_")
         if not equals or not values:
-            raise ValueError(f"--grid wants SETTING=VALUE,VALUE,..., got {text!r}")
-        if name not in known:
-            raise ValueError(f"--grid: there is no setting {name!r}: {did_you_mean(name, known)}")
-        if name in DECIDED or name in grid:
-            why = "is given twice" if name in grid else "is decided by the sweep itself: see --seeds"
+            raise ValueError(f"--grid must be SETTING=VALUE,VALUE,..., got {text!r}")
+        if name not in settings:
+            raise ValueError(
+                f"--grid: there is no setting {name!r}: "
+                f"{did_you_mean(name, settings, otherwise='`rankgrad train --help` lists all')}"
+            )
+        if name in FIXED or name in grid:
+            why = "is given twice" if name in grid else "is set by the sweep itself: see --seeds"
             raise ValueError(f"--grid: {name} {why}")
-        entry = known[name]
+        entry = settings[name]
         parts = values.split("/" if entry.is_tuple else ",")
         grid[name] = tuple(dict.fromkeys(entry.parse(part.strip()) for part in parts))
     return grid
 
 
 def combinations(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination of the grid's values, the last setting fastest."""
+    """Every combination of the grid's values; the last setting varies fastest."""
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 def label_of(changes: Mapping[str, Any]) -> str:
     """`lr=0.0001 bins=10`."""
-    return " ".join(f"{name}={format_value(value)}" for name, value in changes.items()) or "as it is"
+    return " ".join(f"{name}={format_value(value)}" for name, value in changes.items()) or "unchanged"
 
 
-def sweep(
-    recipe: Recipe,
-    grid: Mapping[str, Sequence[Any]],
-    seeds: Sequence[int],
-    data: DataCache,
-    folder: Path,
-    *,
-    metric: str = "R@1",
-) -> Sweep:
-    """Run the grid, choose on validation classes by the mean over `seeds`, retrain and test the choice."""
+def run_sweep(
+    task: RetrievalTask, grid: Mapping[str, Sequence[Any]], seeds: Sequence[int], folder: Path, *, metric: str = "R@1"
+) -> SweepResult:
+    """Run the grid, choose on validation classes by the mean over `seeds`, retrain and test the choice.
+
+    Args:
+        task: the base, with its data.
+        grid: values to try, by setting.
+        seeds: every combination is run with each of them.
+        folder: where the runs go.
+        metric: what to choose by.
+    """
+    recipe = task.recipe
     ledger = Ledger(folder / "ledger.jsonl")
-    # judged by the last weights, as the chosen setting will be, for which nothing is left to choose a checkpoint on
+    # judged by the last weights, as the chosen setting will be: it has no classes left to select a checkpoint on
     choosing = replace(
         recipe, validation="split" if recipe.validation == "split" else "half", evaluate_every=0, patience=0
     )  # fmt: skip
-    # all combinations are made before the first one is trained: a wrong value in the last should not cost hours
+    # all combinations are checked before the first one is trained: a wrong value in the last should not cost hours
     planned = [(changes, choosing.with_settings(changes)) for changes in combinations(grid)]
     validated = []
     for changes, variant in planned:
         entries = tuple(
             entry
             for seed in seeds
-            for entry in _finished(replace(variant, seed=seed), changes, data, folder, ledger, group="validation")
+            for entry in _entries(task.with_recipe(replace(variant, seed=seed)), changes, folder, ledger, group=VALIDATION)
         )
         if metric not in entries[0].metrics:
             raise ValueError(f"--metric must be one of {', '.join(entries[0].metrics)}, got {metric!r}")
@@ -123,18 +139,17 @@ def sweep(
     tested = tuple(
         entry
         for seed in seeds
-        for entry in _finished(replace(final, seed=seed), chosen, data, folder, ledger, group="test")
+        for entry in _entries(task.with_recipe(replace(final, seed=seed)), chosen, folder, ledger, group="test")
     )  # fmt: skip
-    found = Sweep(chosen, tuple(validated), tested, metric)
+    found = SweepResult(chosen, tuple(validated), tested, metric)
     _write(found, recipe, folder)
     return found
 
 
-def _finished(
-    recipe: Recipe, changes: Mapping[str, Any], data: DataCache, folder: Path, ledger: Ledger, *, group: str
-) -> list[Entry]:
-    """The run's entries, from the ledger or from running it; a run that was stopped on the way is continued."""
-    splits = ["validation"] if group == "validation" else list(data.tests(recipe))
+def _entries(task: RetrievalTask, changes: Mapping[str, Any], folder: Path, ledger: Ledger, *, group: str) -> list[Entry]:
+    """The entries of a run, from the ledger or from running it; a run that was stopped is resumed."""
+    recipe = task.recipe
+    splits = [VALIDATION] if group == VALIDATION else list(task.test_splits())
     known = [ledger.get(key_of(recipe, split)) for split in splits]
     if all(known):
         return [entry for entry in known if entry]
@@ -142,7 +157,7 @@ def _finished(
     print(f"{group}: {label}, seed {recipe.seed}", flush=True)
     name = "-".join([group, *label.replace("/", "_").split(), f"seed={recipe.seed}"])
     name = name if len(name) <= LONGEST_NAME else f"{group}-{key_of(recipe, splits[0])}"
-    scores, seconds = train_and_evaluate(recipe, data, folder / "runs" / name, splits=splits)
+    scores, seconds = train_and_evaluate(task, RunFolder(folder / "runs" / name), splits=splits)
     entries = [
         Entry(key_of(recipe, split), group, label, dict(changes), recipe.seed, split, scores[split], seconds)
         for split in splits
@@ -152,9 +167,9 @@ def _finished(
     return entries
 
 
-def _write(found: Sweep, recipe: Recipe, folder: Path) -> None:
+def _write(found: SweepResult, recipe: RetrievalRecipe, folder: Path) -> None:
     entries = [entry for _, runs in found.validated for entry in runs] + list(found.tested)
-    (folder / "runs.csv").write_text(as_csv(entries), encoding="utf-8")
+    replace_file(folder / "runs.csv", as_csv(entries))
     summary = {
         "recipe": recipe.name,
         "metric": found.metric,
@@ -162,5 +177,5 @@ def _write(found: Sweep, recipe: Recipe, folder: Path) -> None:
         "flags": [f"{flag_of(name)}={format_value(value)}" for name, value in found.chosen.items()],
         "runs": [vars(entry) for entry in entries],
     }
-    (folder / "sweep.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    (folder / "sweep.md").write_text(found.report() + "\n", encoding="utf-8")
+    replace_file(folder / "sweep.json", json.dumps(summary, indent=2) + "\n")
+    replace_file(folder / "sweep.md", found.report() + "\n")

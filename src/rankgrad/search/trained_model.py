@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -17,14 +17,12 @@ from rankgrad.data.image_store import ImageBuffer, bytes_needed
 from rankgrad.data.preprocessing import Preprocessing
 from rankgrad.data.table import Table
 from rankgrad.models import Embedder, embed_multiscale
-from rankgrad.runs.data_cache import RunContext, Split
-from rankgrad.runs.embedding import embed
-from rankgrad.runs.pipeline import load_run
-from rankgrad.runs.retrieval_evaluation import MultiScale
+from rankgrad.runs.data_cache import Split
+from rankgrad.runs.embedding import MultiScale, embed
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
-from rankgrad.runs.retrieval_task import EMBEDDED_AT_ONCE, ordered_batches
+from rankgrad.runs.retrieval_task import EMBEDDING_BATCH, RetrievalTask, ordered_batches
 from rankgrad.runs.run_folder import RunFolder
-from rankgrad.runs.task_models import make_model
+from rankgrad.runs.task import RunContext
 from rankgrad.train.checkpoints import MANIFEST, WEIGHTS
 
 
@@ -81,7 +79,7 @@ class Network:
                 continue
             rows.append(row)
             found.append(planes)
-            if len(rows) == EMBEDDED_AT_ONCE:
+            if len(rows) == EMBEDDING_BATCH:
                 yield rows, self._embeddings(found), bad
                 rows, found, bad = [], [], []
         if rows or bad:
@@ -134,22 +132,23 @@ def open_run(folder: Path, device: torch.device | str = "cpu", *, checkpoint: st
     """
     if checkpoint not in (None, "best", "last"):
         raise ValueError(f"open_run: checkpoint must be 'best' or 'last', got {checkpoint!r}")
-    saved, run = load_run(folder), RunFolder(folder)
+    run = RunFolder(folder)
+    task = RetrievalTask.from_run(run, RunContext(None, torch.device(device)), {})
     which: Literal["best", "last"] = (
         "last" if checkpoint == "last" or not (checkpoint or run.checkpoints.pointer("best")) else "best"
     )
     found = run.checkpoints.checkpoint(which)
     # all weights come from the checkpoint: the file or download that training began with is not needed
-    model = make_model(replace(saved.recipe, weights="none"), torch.device(device))
+    model = task.make_model(pretrained=False)
     found.load_into(model)
     manifest = json.loads((found.folder / MANIFEST).read_text(encoding="utf-8"))
     return Network(
         folder=folder,
-        recipe=saved.recipe,
+        recipe=task.recipe,
         model=model.eval(),
         device=torch.device(device),
         checkpoint=which,
         step=found.step,
         fingerprint=manifest[WEIGHTS]["blake2b"],
-        debug=saved.debug,
+        debug=run.read().debug,
     )
