@@ -38,9 +38,9 @@ def test_writes_one_file_and_says_where(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "error", "complaint"),
     [
-        (["nowhere"], FileNotFoundError, "nowhere is not there: give the folder of a run"),
-        (["empty"], ValueError, "empty is not the folder of a run: it holds none of recipe.json, journal.jsonl, eval"),
-        (["first", "first"], ValueError, "first is named twice: give each run once"),
+        (["nowhere"], FileNotFoundError, "nowhere does not exist: give a run folder"),
+        (["empty"], ValueError, "empty is not a run folder: it has none of recipe.json, journal.jsonl, eval"),
+        (["first", "first"], ValueError, "first was given twice: give each run once"),
         (["first", "--split", "tset"], ValueError, "--split must be a split that was tested, got 'tset': choose one of test"),
         (["first", "--out", "empty"], IsADirectoryError, "--out must be a file, got the folder empty"),
     ],

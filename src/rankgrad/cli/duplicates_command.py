@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         [(e.row, e.suggested, e.agreement, list(zip(e.neighbours, e.scores, strict=True))) for e in errors],
         threshold=options.threshold,
         most=options.most,
-        pictures=Thumbnails(wanted=not options.no_pictures, most_bytes=MOST_PICTURE_BYTES),
+        pictures=Thumbnails(enabled=not options.no_pictures, max_bytes=MOST_PICTURE_BYTES),
     )
     replace_file(out / PAGE, page)
     copies = sum(len(group.rows) - 1 for group in groups)

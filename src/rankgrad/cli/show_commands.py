@@ -120,7 +120,7 @@ def report(arguments: Sequence[str]) -> int:
     out = report_path(given.runs, given.out)
     runs = read_runs(given.runs)
     _check_split(runs, given.split)
-    write_page(out, page(runs, split=given.split, pictures=Thumbnails(wanted=given.pictures)))
+    write_page(out, page(runs, split=given.split, thumbnails=Thumbnails(enabled=given.pictures)))
     return 0
 
 
@@ -153,7 +153,7 @@ def write_page(path: Path, content: str) -> None:
 
 
 def _check_split(runs: "Sequence[Run]", split: str | None) -> None:
-    known = sorted({name for run in runs for name in run.evaluations})
+    known = sorted({name for run in runs for test in run.evaluations.values() for name in (test.key, test.split)})
     if split is not None and split not in known:
         there = f"choose one of {', '.join(known)}" if known else "nothing has been tested yet; run `rankgrad eval RUN`"
         raise ValueError(f"--split must be a split that was tested, got {split!r}: {there}")

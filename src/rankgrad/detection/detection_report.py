@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rankgrad._files import replace_file
+from rankgrad._messages import plural
 from rankgrad.detection.box_evaluation import (
     LEFT_OUT,
     RIGHT,
@@ -31,7 +32,6 @@ from rankgrad.report.markup import (
     number,
     paragraph,
     percent,
-    plural,
     signed,
     table,
     text,

@@ -1,7 +1,7 @@
-"""Charts as inline SVG: lines, bars, histograms, scatters. Colours are variables of the page, so a chart follows its theme.
+"""Charts as inline SVG: lines, bars, histograms, scatter plots. Colours are CSS classes, so a chart follows the theme.
 
-A chart is 400 units wide and is shown at about that many pixels, on a telephone at 350, so its text stays readable. What a
-pointer meets has a <title>; what a screen reader meets is the chart's own title and description.
+A chart is 400 units wide and is shown at about that many pixels, on a phone at 350, so its text stays readable. Marks have a
+<title> for the pointer; the chart has a title and a description for screen readers.
 """
 
 import math
@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rankgrad.report.markup import number, shortened, text
+from rankgrad.report.markup import cut_middle, number, text
 from rankgrad.report.svg import BOTTOM, HEIGHT, LEFT, LETTER, TOP, WIDTH, Scale, axes, below, box, figure, label, levels, span
 
 LABEL_LETTERS = 17
 BAR_LETTERS = 24
 LINE = 14
-MOST_HOVERS = 80
+MAX_HOVERS = 80
 
-# runs are told apart by colour and by dashes, which a printer without colours has too
+# runs differ in colour and in dashes, for printing without colours
 COLOURS = ("accent", "wrong", "other", "violet", "yellow", "red")
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2")
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: its points in order, NaN where it is interrupted."""
+    """A curve: its points in order, NaN at gaps."""
 
     name: str
     x: Sequence[float]
@@ -36,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of a scatter plot; `about` is shown when it is pointed at."""
+    """A point of a scatter plot; `about` is its tooltip."""
 
     x: float
     y: float
@@ -55,7 +55,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value, what it lies between, and values to compare it with."""
+    """A value, its interval, and values to compare it with."""
 
     name: str
     value: float
@@ -86,18 +86,18 @@ def line(
     floor: float | None = None,
     ceiling: float | None = None,
 ) -> str:
-    """Curves over a common axis, each named at its end.
+    """Curves over a common axis, each labelled at its end.
 
     Args:
-        series: what to draw; points that are not finite interrupt a curve.
-        title: what is shown, above the chart.
-        about: a sentence below the title.
+        series: curves to draw; points that are not finite are gaps.
+        title: title above the chart.
+        about: sentence below the title.
         x: name of the horizontal axis.
         y: name of the vertical axis.
         log_x: make the horizontal axis logarithmic.
-        percent: values are shares and are shown times 100.
-        floor: least value of the vertical axis, where the data should not decide.
-        ceiling: largest value of it.
+        percent: show values, which are fractions, in percent.
+        floor: lower end of the vertical axis, by default from the data.
+        ceiling: upper end of it.
     """
     points = [(a, b) for curve in series for a, b in zip(curve.x, curve.y, strict=True) if math.isfinite(b)]
     low, high = span([b for _, b in points])
@@ -124,7 +124,7 @@ def histogram(
     marks: Sequence[float] = (),
     mark_name: str = "",
 ) -> str:
-    """Upright bars, a group for every name; `marks` are a level in each group to compare with. Values are shares."""
+    """Vertical bars, a group for every name; `marks` are reference levels of the groups. Values are fractions."""
     highest = max([*(value for each in series for value in each.y), *marks, 1e-9])
     up = Scale(0, min(1.12 * highest, 1.0) if highest <= 1 else highest, HEIGHT - BOTTOM, TOP)
     step = (WIDTH - LEFT - 8) / len(names)
@@ -138,11 +138,11 @@ def histogram(
         for index, each in enumerate(series):
             value = each.y[place]
             left = middle + (index - len(series) / 2) * thick
-            tip = f"{each.name}: {100 * value:.1f} % at {name}"
+            tip = f"{each.name}: {100 * value:.1f}% at {name}"
             drawn.append(box(left, up(value), thick, up(0) - up(value), each.colour, tip))
         if marks and marks[place]:
             at = up(marks[place])
-            tip = f"{mark_name}: {100 * marks[place]:.1f} % at {name}"
+            tip = f"{mark_name}: {100 * marks[place]:.1f}% at {name}"
             drawn.append(
                 f'<line x1="{middle - 0.46 * step:.1f}" x2="{middle + 0.46 * step:.1f}" y1="{at:.1f}" y2="{at:.1f}" '
                 f'class="level"><title>{text(tip)}</title></line>'
@@ -164,7 +164,7 @@ def scatter(
     legend: Sequence[tuple[str, str]] = (),
     small: bool = False,
 ) -> str:
-    """Points in the plane. Without names of axes there are none: then only nearness means something."""
+    """Points in the plane, without axes unless they are named."""
     bare = not x
     height = WIDTH - 40 if bare else HEIGHT
     values = [[dot.x for dot in dots], [dot.y for dot in dots]]
@@ -194,15 +194,15 @@ def bars(
     colours: Sequence[str] = ("accent",),
     letters: int = 0,
 ) -> str:
-    """Lying bars for one series, dots on a line for several; values are shares.
+    """Horizontal bars for one series, dots on a line for several; values are fractions.
 
     Args:
         rows: from top to bottom.
         names: of the series.
-        title: what is shown, above the chart.
-        about: a sentence below the title.
-        colours: of the series.
-        letters: room for the names of rows, where charts beside each other should have the same.
+        title: title above the chart.
+        about: sentence below the title.
+        colours: colours of the series.
+        letters: minimum width of the names of rows, to align charts side by side.
     """
     letters = min(max(letters, *(len(row.name) for row in rows)), BAR_LETTERS)
     left, height = 8 + LETTER * letters, 24 * len(rows) + 26
@@ -215,7 +215,8 @@ def bars(
     for place, row in enumerate(rows):
         middle = 18 + 24 * place + 14
         drawn.append(
-            f'<text x="{left - 8:.1f}" y="{middle + 4}" class="name" text-anchor="end">{text(shortened(row.name, BAR_LETTERS))}'
+            f'<text x="{left - 8:.1f}" y="{middle + 4}" class="name" text-anchor="end">'
+            f"{text(cut_middle(row.name, BAR_LETTERS))}"
             f"<title>{text(f'{row.name}: {row.about}')}</title></text>"
         )
         known = [(index, value) for index, value in enumerate(row.values) if math.isfinite(value)]
@@ -239,7 +240,7 @@ def bars(
 
 
 def intervals(rows: Sequence[Interval], *, title: str, about: str = "", mark_name: str) -> str:
-    """A dot for each value, a line for what it may be, a tick for every number to compare with; all are shares."""
+    """A dot for each value, a line for its interval, a tick for every value to compare with; all are fractions."""
     left, height = 18 + LETTER * max(len(row.name) for row in rows), 26 * len(rows) + 26
     ends = [end for row in rows for end in (row.value, row.low, row.high, *row.marks)]
     low, high = span(ends, room=0.08)
@@ -252,7 +253,7 @@ def intervals(rows: Sequence[Interval], *, title: str, about: str = "", mark_nam
     for place, row in enumerate(rows):
         middle = 18 + 26 * place + 15
         drawn.append(label(row.name, left - 8, middle + 4, "name", "end"))
-        tip = f"{row.name}: {100 * row.value:.1f}, 95 %: {100 * row.low:.1f} to {100 * row.high:.1f}"
+        tip = f"{row.name}: {100 * row.value:.1f}, 95%: {100 * row.low:.1f} to {100 * row.high:.1f}"
         drawn.append(
             f'<g><line x1="{across(row.low):.1f}" x2="{across(row.high):.1f}" y1="{middle}" y2="{middle}" class="range"/>'
             f'<circle cx="{across(row.value):.1f}" cy="{middle}" r="4.5" class="f-accent"/><title>{text(tip)}</title></g>'
@@ -286,9 +287,9 @@ def _curve(curve: Series, across: Scale, up: Scale) -> str:
 
 
 def _hovers(series: Sequence[Series], across: Scale, x: str, *, percent: bool) -> str:
-    """Upright strips that tell all curves' values where the pointer is."""
+    """Vertical strips whose tooltips have the values of all curves."""
     places = sorted({value for curve in series for value in curve.x})
-    places = places[:: math.ceil(len(places) / MOST_HOVERS) or 1]
+    places = places[:: math.ceil(len(places) / MAX_HOVERS) or 1]
     known = [dict(zip(curve.x, curve.y, strict=True)) for curve in series]
     edges = [across.start, *(_between(across, a, b) for a, b in pairwise(places)), across.end]
     strips = []
@@ -312,7 +313,7 @@ def _between(across: Scale, a: float, b: float) -> float:
 
 
 def _names(series: Sequence[Series], across: Scale, up: Scale) -> str:
-    """Names beside the ends of curves, moved apart where they would touch."""
+    """Names beside the ends of curves, moved apart where they would overlap."""
     ends = []
     for curve in series:
         last = [b for b in curve.y if math.isfinite(b)]
@@ -328,7 +329,7 @@ def _names(series: Sequence[Series], across: Scale, up: Scale) -> str:
         heights[index] = min(heights[index], limit)
     return "".join(
         f'<text x="{across.end + 6:.1f}" y="{height + 4:.1f}" class="name t-{curve.colour}">'
-        f"{text(shortened(curve.name, LABEL_LETTERS))}</text>"
+        f"{text(cut_middle(curve.name, LABEL_LETTERS))}</text>"
         for height, (_, curve) in zip(heights, ends, strict=True)
     )
 
@@ -338,7 +339,7 @@ def _room_for(names: Sequence[str]) -> float:
 
 
 def _described(series: Sequence[Series], *, percent: bool) -> str:
-    """First and last value of each curve in words."""
+    """First and last value of each curve as text."""
     told = []
     for curve in series:
         known = [b for b in curve.y if math.isfinite(b)]
@@ -349,8 +350,8 @@ def _described(series: Sequence[Series], *, percent: bool) -> str:
 
 
 def _value(value: float, *, percent: bool) -> str:
-    return f"{100 * value:.1f} %" if percent else number(value)
+    return f"{100 * value:.1f}%" if percent else number(value)
 
 
 def _listed(names: Sequence[str], values: Sequence[float]) -> str:
-    return ", ".join(f"{name} {100 * value:.1f} %" for name, value in zip(names, values, strict=True))
+    return ", ".join(f"{name} {100 * value:.1f}%" for name, value in zip(names, values, strict=True))

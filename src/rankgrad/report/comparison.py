@@ -1,4 +1,4 @@
-"""Runs against each other: differences with paired intervals, and the queries that one wins and another loses."""
+"""Pairs of tests: differences with paired intervals, and the queries that one wins and the other loses."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rankgrad._messages import plural
 from rankgrad.eval.metrics import COLUMN_OF
 from rankgrad.eval.result import bootstrap_intervals
-from rankgrad.report.markup import absent, element, paragraph, plural, text
+from rankgrad.report.groups import EvaluationGroup, GroupMember
+from rankgrad.report.markup import absent, details, element, paragraph, text
 from rankgrad.report.run_reader import Evaluation, Index, Run
 from rankgrad.report.thumbnails import Thumbnails, answers, nearest_of, query_cell
 
@@ -17,7 +19,7 @@ SAMPLES = 1000
 LEVEL = 0.95
 ROWS = 4
 STRIP = 5
-"""Neighbours of each run that a row of a comparison has room for."""
+"""Neighbours of each run in a row of a comparison."""
 
 
 def column_of(metric: str) -> str:
@@ -28,7 +30,7 @@ def column_of(metric: str) -> str:
 
 
 def same_queries(first: Evaluation, other: Evaluation) -> bool:
-    """Whether both answered the same queries with the same candidates under the same protocol."""
+    """Whether both tests have the same queries, candidates and protocol."""
     a, b = first.table, other.table
     if first.index is None or other.index is None or a is None or b is None or first.protocol != other.protocol:
         return False
@@ -42,7 +44,7 @@ def same_queries(first: Evaluation, other: Evaluation) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """Other run less first run: the mean over queries and its interval."""
+    """Other run minus first run: the mean over queries and its interval."""
 
     mean: float
     low: float
@@ -50,7 +52,7 @@ class Difference:
 
 
 def differences(first: Evaluation, other: Evaluation, metrics: Sequence[str]) -> dict[str, Difference]:
-    """Differences of metrics with paired bootstrap intervals: the same queries are drawn for both. None for other queries."""
+    """Differences of metrics with paired bootstrap intervals; empty if the queries are not the same."""
     if not same_queries(first, other):
         return {}
     assert first.index is not None
@@ -69,20 +71,20 @@ def differences(first: Evaluation, other: Evaluation, metrics: Sequence[str]) ->
 
 @dataclass(frozen=True, eq=False)
 class WinsAndLosses:
-    """Queries by their position whose first right answer moved, those that moved most first."""
+    """Positions of queries whose first relevant item moved, those that moved most first."""
 
     won: Index
     lost: Index
-    won_first: int  # wrong first answer before, right first answer now
+    won_first: int  # wrong at rank 1 before, right now
     lost_first: int
 
 
 def wins_and_losses(first: Evaluation, other: Evaluation) -> WinsAndLosses | None:
-    """What `other` wins and loses against `first`; None where they answered different queries."""
+    """Queries that `other` wins and loses against `first`; None if the queries are not the same."""
     before, after = first.first_rank, other.first_rank
     if before is None or after is None or not same_queries(first, other):
         return None
-    # in proportion: from 2 to 1 is as far as from 200 to 100
+    # relative: from 2 to 1 is as far as from 200 to 100
     moved = np.nan_to_num(np.log(before) - np.log(after))
     order = np.argsort(-moved, kind="stable")
     return WinsAndLosses(
@@ -93,35 +95,40 @@ def wins_and_losses(first: Evaluation, other: Evaluation) -> WinsAndLosses | Non
     )
 
 
-def won_and_lost(first: Run, others: Sequence[Run], split: str | None, pictures: Thumbnails) -> str:
-    """For each other run, what it wins and loses against the first."""
-    base = first.evaluation(split)
+def won_and_lost(groups: Sequence[EvaluationGroup], thumbnails: Thumbnails) -> str:
+    """For each other run of a group, the queries it wins and loses against the first."""
     parts = []
-    for other in others:
-        parts.append(element("h3", text(f"{other.name} against {first.name}")))
-        found = other.evaluation(split)
-        change = None if base is None or found is None else wins_and_losses(base, found)
-        if change is None or base is None or found is None:
-            parts.append(absent("The two runs were not tested on the same queries and candidates, or a test is missing."))
-            continue
-        parts.append(paragraph(text(_summary(change, base))))
-        for title, queries in (("Won", change.won), ("Lost", change.lost)):
-            if len(queries):
-                parts.append(element("h4", title))
-                parts.append(_rows({first.name: base, other.name: found}, queries, pictures))
+    for group in groups:
+        first, *others = group.members
+        if not others:
+            parts.append(absent(f"{first.name}: no other run was tested on the same data, split and protocol."))
+        for place, other in enumerate(others):
+            parts.append(_against(first, other, thumbnails, is_open=not parts and not place))
     return "".join(parts)
+
+
+def _against(first: GroupMember, other: GroupMember, thumbnails: Thumbnails, *, is_open: bool) -> str:
+    title = f"{other.name} against {first.name}"
+    change = wins_and_losses(first.evaluation, other.evaluation)
+    if change is None:
+        return element("h3", text(title)) + absent("queries.npz or table.csv of one of them is missing or damaged.")
+    parts = [paragraph(text(_summary(change, first.evaluation)))]
+    for name, queries in (("Won", change.won), ("Lost", change.lost)):
+        if len(queries):
+            parts.append(element("h4", name))
+            parts.append(_rows({first.name: first.evaluation, other.name: other.evaluation}, queries, thumbnails))
+    return details(title, "".join(parts), is_open=is_open)
 
 
 def _summary(change: WinsAndLosses, base: Evaluation) -> str:
     total = len(base.index) if base.index is not None else 0
     return (
-        f"The first right answer comes earlier for {plural(len(change.won), 'query', 'queries')} and later for "
-        f"{len(change.lost):,} of {total:,}. {change.won_first:,} that had a wrong first answer now have a right one, "
-        f"{change.lost_first:,} the other way round."
+        f"The first relevant item ranks higher for {plural(len(change.won), 'query', 'queries')} and lower for "
+        f"{len(change.lost):,} of {total:,}. {change.won_first:,} became right at rank 1, {change.lost_first:,} became wrong."
     )
 
 
-def _rows(tests: Mapping[str, Evaluation], queries: Index, pictures: Thumbnails) -> str:
+def _rows(tests: Mapping[str, Evaluation], queries: Index, thumbnails: Thumbnails) -> str:
     (_, base), *_ = tests.items()
     chosen = _spread(base, queries)
     lists: dict[str, tuple[Index, NDArray[np.float32]]] = {}
@@ -142,20 +149,20 @@ def _rows(tests: Mapping[str, Evaluation], queries: Index, pictures: Thumbnails)
             strips.append(
                 element(
                     "div",
-                    element("small", text(f"{name}: first right at {ranks[-1]}")),
-                    answers(evaluation, query, found[place], scores[place], pictures),
+                    element("small", text(f"{name}: first relevant at {ranks[-1]}")),
+                    answers(evaluation, query, found[place], scores[place], thumbnails),
                     class_="strip",
                 )
             )
         about = f"rank {ranks[0]} \N{RIGHTWARDS ARROW} {ranks[1]}"
         rows.append(
-            element("div", query_cell(base, query, pictures, about), element("div", *strips, class_="strips"), class_="found")
+            element("div", query_cell(base, query, thumbnails, about), element("div", *strips, class_="strips"), class_="found")
         )
     return "".join(rows)
 
 
 def _spread(evaluation: Evaluation, queries: Index) -> list[int]:
-    """The first queries, one of each class."""
+    """The first queries of different classes."""
     assert evaluation.table is not None
     assert evaluation.index is not None
     classes = evaluation.table.classes[evaluation.index[queries]]
@@ -165,7 +172,7 @@ def _spread(evaluation: Evaluation, queries: Index) -> list[int]:
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """Settings that are not the same in all runs, with the value in each."""
+    """Settings that are not the same in all runs, with their values."""
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
     values = {name: [run.settings.get(name) for run in runs] for name in names}
     return {name: found for name, found in values.items() if any(value != found[0] for value in found)}

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from rankgrad.report.markup import absent, document, element, paragraph, percent, plural, shortened, text
+from rankgrad._messages import plural
+from rankgrad.report.markup import absent, cut_middle, document, element, paragraph, percent, text
 from rankgrad.report.run_reader import ItemTable
 from rankgrad.report.thumbnails import LABEL_LETTERS, Thumbnails
 
@@ -79,12 +80,12 @@ def _shown(shown: int, total: int, what: str) -> str:
 
 
 def _row(table: ItemTable, row: int, told: Sequence[str], near: Sequence[tuple[int, float]], pictures: Thumbnails) -> str:
-    name = element("small", text(shortened(table.paths[row], 40)), title=table.paths[row])
+    name = element("small", text(cut_middle(table.paths[row], 40)), title=table.paths[row])
     query = element("div", pictures.of(table, row), *(element("b", text(each)) for each in told), name, class_="query")
     items = []
     for other, cosine in near:
         same = table.labels[other] == table.labels[row]
-        caption = element("span", text(shortened(table.caption(other), LABEL_LETTERS)), title=table.paths[other])
+        caption = element("span", text(cut_middle(table.caption(other), LABEL_LETTERS)), title=table.paths[other])
         items.append(
             element(
                 "li", pictures.of(table, other), caption, element("small", f"{cosine:.3f}"), class_="right" if same else "wrong"

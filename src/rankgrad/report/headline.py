@@ -1,36 +1,38 @@
-"""The numbers: what was reached, how sure that is, what is published, and how runs differ."""
+"""The metrics of runs with their intervals, beside published numbers and beside each other."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankgrad._messages import plural
 from rankgrad.report.charts import Interval, colour_of, intervals
 from rankgrad.report.comparison import LEVEL, Difference, differences
-from rankgrad.report.markup import Cell, absent, element, paragraph, percent, plural, signed, table, text
+from rankgrad.report.groups import EvaluationGroup, GroupMember, all_groups
+from rankgrad.report.markup import Cell, absent, element, paragraph, percent, signed, table, text
 from rankgrad.report.run_reader import Evaluation, Run, float_of
 
 BIG = ("R@1", "mAP", "mAP@R", "mAP[medium]", "mAP[hard]")
 DEBUG_NOTICE = "This is a debug run: everything in it was shrunk, and its numbers mean nothing."
+GROUPED = "Tests are compared only where data, split and protocol are the same."
 DASH = "\N{EN DASH}"
 
 
 def is_headline(metric: str) -> bool:
-    """Whether it stands in the first table; the others have one of their own."""
+    """Whether it is in the first table; the others have a table of their own."""
     return metric in ("mAP", "mAP@R") or metric.startswith(("R@", "mAP["))
 
 
-def published_of(run: Run, split: str) -> dict[str, list[Mapping[str, Any]]]:
-    """Numbers of papers for a split by metric; a debug run has none to be compared with."""
+def published_of(run: Run, evaluation: Evaluation) -> dict[str, list[Mapping[str, Any]]]:
+    """Published numbers for a test by metric; none for a debug run or for data that the recipe is not about."""
     found: dict[str, list[Mapping[str, Any]]] = {}
-    numbers = run.recipe.get("published")
-    for entry in numbers if isinstance(numbers, list) and not run.debug else ():
-        if isinstance(entry, Mapping) and entry.get("split", "test") == split:
+    for entry in _published(run) if evaluation.is_own else ():
+        if entry.get("split", "test") == evaluation.split:
             found.setdefault(str(entry.get("metric")), []).append(entry)
     return found
 
 
 def description(run: Run) -> str:
-    """Loss, data and network of a run in a line."""
+    """Loss, data and network of a run in one line."""
     settings = run.settings
     if not settings:
         return "recipe.json is missing, so the settings are not known"
@@ -45,17 +47,18 @@ def description(run: Run) -> str:
 
 
 def numbers(run: Run, split: str | None) -> str:
-    """One run: its large numbers, and a table for each split."""
+    """One run: its main numbers, and a table for each test."""
     notice = paragraph(text(DEBUG_NOTICE), class_="notice") if run.debug else ""
     chosen = run.evaluation(split)
     if chosen is None:
-        return notice + absent(f"The run has not been tested: `rankgrad eval {run.folder}` does it.")
+        return notice + absent(f"The run has not been tested: run `rankgrad eval {run.folder}`.")
     others = [found for found in run.evaluations.values() if found is not chosen]
     parts = [notice, _large(run, chosen), _selected(run)]
     parts += [_one_table(run, found) for found in (chosen, *others)]
-    untested = sorted({str(entry.get("split", "test")) for entry in _published(run)} - run.evaluations.keys())
+    tested = {each.split for each in run.evaluations.values() if each.is_own}
+    untested = sorted({str(entry.get("split", "test")) for entry in _published(run)} - tested)
     if untested:
-        parts.append(paragraph(text(f"Published too, but not tested here: {', '.join(untested)}."), class_="quiet"))
+        parts.append(paragraph(text(f"Published, but not tested here: {', '.join(untested)}."), class_="quiet"))
     return "".join(parts)
 
 
@@ -65,12 +68,12 @@ def _published(run: Run) -> list[Mapping[str, Any]]:
 
 
 def _large(run: Run, evaluation: Evaluation) -> str:
-    published = published_of(run, evaluation.split)
+    published = published_of(run, evaluation)
     blocks = []
     for metric in [name for name in BIG if name in evaluation.metrics][:3]:
         lines = [element("b", percent(evaluation.metrics[metric])), element("span", text(metric))]
         if metric in evaluation.intervals:
-            lines.append(element("small", f"95 %: {_bounds(evaluation.intervals[metric])}"))
+            lines.append(element("small", f"95%: {_bounds(evaluation.intervals[metric])}"))
         if metric in published:
             lines.append(element("small", f"published: {_printed(published[metric][0])}"))
         blocks.append(element("div", *lines))
@@ -79,18 +82,18 @@ def _large(run: Run, evaluation: Evaluation) -> str:
 
 def _selected(run: Run) -> str:
     if run.best is None:
-        return paragraph("The last weights of the run are tested, unless another checkpoint was asked for.", class_="quiet")
+        return paragraph("The last weights of the run were tested, unless another checkpoint was chosen.", class_="quiet")
     where = str(run.best.get("selected_on", "an evaluation"))
     told = f"The tested weights are the best on {where}: step {run.best.get('step')}, epoch {run.best.get('epoch')}."
-    if where in run.evaluations:
-        told += f" They were chosen on {where} itself, so the numbers on it are the best of many and too high."
+    if where in {each.split for each in run.evaluations.values()}:
+        told += f" They were selected on {where} itself, so the numbers on it are too high."
         return paragraph(text(told), class_="notice")
     return paragraph(text(told), class_="quiet")
 
 
 def _one_table(run: Run, evaluation: Evaluation) -> str:
-    published = published_of(run, evaluation.split)
-    header: list[Cell] = ["metric", ("this run", "n"), ("95 % interval", "n")]
+    published = published_of(run, evaluation)
+    header: list[Cell] = ["metric", ("this run", "n"), ("95% interval", "n")]
     compared = bool(published)
     if compared:
         header += [("published", "n"), ("difference", "n"), "source"]
@@ -110,16 +113,14 @@ def _one_table(run: Run, evaluation: Evaluation) -> str:
             if compared:
                 row += _beside(value, entry)
             rows.append(row)
-    told = [f"Protocol {evaluation.protocol}: {plural(evaluation.count, 'query', 'queries')}"]
-    if evaluation.skipped:
-        told.append(f"{evaluation.skipped:,} with nothing to find left out")
+    told = f"Protocol {evaluation.protocol}: {plural(evaluation.count, 'query', 'queries')}{_skipped(evaluation)}."
     under = [paragraph(text(note), class_="quiet") for note in evaluation.notes]
     if compared:
-        remark = "Percent. A published number holds for the paper's own data, weights and settings."
+        remark = "In percent. A published number holds for the paper's data, weights and settings."
         under.insert(0, paragraph(remark, class_="quiet"))
     return (
-        element("h3", text(evaluation.split))
-        + paragraph(text(", ".join(told) + "."))
+        element("h3", text(evaluation.title))
+        + paragraph(text(told))
         + (
             _beside_chart(table(header, rows, class_="numbers"), evaluation, published)
             if rows
@@ -130,7 +131,7 @@ def _one_table(run: Run, evaluation: Evaluation) -> str:
 
 
 def _beside_chart(numbers: str, evaluation: Evaluation, published: Mapping[str, list[Mapping[str, Any]]]) -> str:
-    """A table, and what a table does not show: how wide intervals are and on which side published numbers lie."""
+    """The table beside a chart of its intervals and the published numbers."""
     rows = []
     for metric, (low, high) in evaluation.intervals.items():
         value = evaluation.metrics.get(metric, math.nan)
@@ -139,8 +140,8 @@ def _beside_chart(numbers: str, evaluation: Evaluation, published: Mapping[str, 
             rows.append(Interval(metric, value, low, high, [mark for mark in marks if math.isfinite(mark)]))
     if not rows:
         return numbers
-    about = "Percent, with the interval that resampling the queries gives."
-    chart = intervals(rows, title="How sure they are", about=about, mark_name="published")
+    about = "In percent, by bootstrap over the queries."
+    chart = intervals(rows, title="95% confidence intervals", about=about, mark_name="published")
     return element("div", numbers, chart, class_="pair")
 
 
@@ -164,7 +165,7 @@ def _bounds(interval: tuple[float, float] | None) -> str:
 
 
 def side_by_side(runs: Sequence[Run]) -> str:
-    """Several runs: metrics down, runs across, the best marked, differences to the first run."""
+    """Several runs: metrics down, runs across, the best marked, differences to the first run; a table per group of tests."""
     parts = [paragraph(text(DEBUG_NOTICE), class_="notice") if any(run.debug for run in runs) else ""]
     parts.append(
         element(
@@ -176,43 +177,48 @@ def side_by_side(runs: Sequence[Run]) -> str:
             class_="runs",
         )
     )
-    splits = list(dict.fromkeys(split for run in runs for split in run.evaluations))
-    if not splits:
-        parts.append(absent("None of the runs has been tested: `rankgrad eval RUN` does it."))
-    parts += [_shared_table(runs, split) for split in splits]
+    groups = all_groups(runs)
+    if not groups:
+        parts.append(absent("None of the runs has been tested: run `rankgrad eval RUN`."))
+    if len(groups) > 1:
+        parts.append(paragraph(text(f"{GROUPED} There are {len(groups)} groups of tests."), class_="notice"))
+    parts += [_shared_table(group, len(runs)) for group in groups]
     return "".join(parts)
 
 
-def _shared_table(runs: Sequence[Run], split: str) -> str:
-    tests = [run.evaluations.get(split) for run in runs]
-    names = list(dict.fromkeys(metric for test in tests if test for metric in test.metrics if is_headline(metric)))
-    base = tests[0]
+def _shared_table(group: EvaluationGroup, num_runs: int) -> str:
+    members, base = group.members, group.members[0].evaluation
+    names = list(dict.fromkeys(metric for each in members for metric in each.evaluation.metrics if is_headline(metric)))
     changes: list[dict[str, Difference]] = [
-        differences(base, test, names) if base is not None and test is not None and place else {}
-        for place, test in enumerate(tests)
+        differences(base, each.evaluation, names) if place else {} for place, each in enumerate(members)
     ]
-    papers = {metric: _papers(runs, split, metric) for metric in names}
-    header: list[Cell] = ["metric", *((text(run.name), "n") for run in runs), *(["published"] if any(papers.values()) else [])]
+    papers = {metric: _papers(members, metric) for metric in names}
+    header: list[Cell] = ["metric", *((text(each.name), "n") for each in members)]
+    header += ["published"] if any(papers.values()) else []
     rows: list[list[Cell]] = []
     for metric in names:
-        values = [test.metrics.get(metric, math.nan) if test else math.nan for test in tests]
+        values = [each.evaluation.metrics.get(metric, math.nan) for each in members]
         best = max((value for value in values if math.isfinite(value)), default=math.nan)
         row: list[Cell] = [text(metric)]
         for place, value in enumerate(values):
-            below = _bounds(base.intervals.get(metric)) if base and not place else ""
+            below = "" if place else _bounds(base.intervals.get(metric))
             below = below or _change(value, values[0], changes[place].get(metric), place)
-            shown = element("b", percent(value), " \N{BLACK STAR}") if value == best else percent(value)
+            is_best = value == best and len(members) > 1
+            shown = element("b", percent(value), " \N{BLACK STAR}") if is_best else percent(value)
             row.append((f"{shown} {element('small', below)}" if below else shown, "n"))
         rows.append([*row, papers[metric]] if any(papers.values()) else row)
-    protocols = {test.protocol for test in tests if test}
-    told = f"Protocol {' and '.join(sorted(protocols))}. "
-    if len(protocols) > 1:
-        told += "Values of different protocols are not to be compared. "
-    told += f"\N{BLACK STAR} marks the best. Below a value: the 95 % interval of {runs[0].name}, the difference of others to it"
-    paired = any(changes)
-    told += f", with a paired bootstrap interval of {100 * LEVEL:.0f} % over queries" if paired else ""
-    told += "." if paired else "; the runs did not answer the same queries, so there are no paired intervals."
-    return element("h3", text(split)) + paragraph(text(told)) + table(header, rows, class_="numbers")
+    told = [f"Protocol {base.protocol}, {plural(base.count, 'query', 'queries')}{_skipped(base)}."]
+    if len(members) > 1:
+        told.append("\N{BLACK STAR} marks the best.")
+        told.append(f"Below a value: the 95% interval of {members[0].name}, the difference of the others to it")
+        told[-1] += f", with a paired bootstrap interval of {100 * LEVEL:.0f}% over queries." if any(changes) else "."
+    elif num_runs > 1:
+        told.append(f"Only {members[0].name} was tested on this.")
+    return element("h3", text(group.title)) + paragraph(text(" ".join(told))) + table(header, rows, class_="numbers")
+
+
+def _skipped(evaluation: Evaluation) -> str:
+    return f", {evaluation.skipped:,} skipped without a relevant candidate" if evaluation.skipped else ""
 
 
 def _change(value: float, first: float, change: Difference | None, place: int) -> str:
@@ -223,30 +229,30 @@ def _change(value: float, first: float, change: Difference | None, place: int) -
     return difference if change is None else f"{difference} [{signed(100 * change.low)}, {signed(100 * change.high)}]"
 
 
-def _papers(runs: Sequence[Run], split: str, metric: str) -> str:
+def _papers(members: Sequence[GroupMember], metric: str) -> str:
     found = {
         f"{_printed(entry)} ({entry.get('source', '')})": None
-        for run in runs
-        for entry in published_of(run, split).get(metric, ())
+        for each in members
+        for entry in published_of(each.run, each.evaluation).get(metric, ())
     }
     return "<br>".join(map(text, found))
 
 
-def every_metric(runs: Sequence[Run], split: str | None) -> str:
-    """The metrics that the first tables leave out."""
-    tests = [run.evaluation(split) for run in runs]
-    names = list(dict.fromkeys(metric for test in tests if test for metric in test.metrics if not is_headline(metric)))
+def every_metric(group: EvaluationGroup) -> str:
+    """The metrics that the first tables do not show."""
+    tests = [each.evaluation for each in group.members]
+    names = list(dict.fromkeys(metric for test in tests for metric in test.metrics if not is_headline(metric)))
     if not names:
         return ""
-    several = len(runs) > 1
-    header: list[Cell] = ["metric", *((text(run.name) if several else "percent", "n") for run in runs)]
-    header += [] if several else [("95 % interval", "n")]
+    several = len(tests) > 1
+    header: list[Cell] = ["metric", *((text(each.name) if several else "percent", "n") for each in group.members)]
+    header += [] if several else [("95% interval", "n")]
     rows: list[list[Cell]] = []
     for metric in names:
-        row: list[Cell] = [text(metric), *((percent(test.metrics.get(metric) if test else None), "n") for test in tests)]
-        if not several and tests[0] is not None:
+        row: list[Cell] = [text(metric), *((percent(test.metrics.get(metric)), "n") for test in tests)]
+        if not several:
             row.append((_bounds(tests[0].intervals.get(metric)), "n"))
         rows.append(row)
     return element(
-        "figure", element("figcaption", element("b", "The other metrics")), table(header, rows, class_="numbers compact")
+        "figure", element("figcaption", element("b", "Other metrics")), table(header, rows, class_="numbers compact")
     )

@@ -1,45 +1,50 @@
-"""What the journal tells: learning curves, the surrogate beside the exact metric, diagnostics, events."""
+"""Charts of the journal: learning curves, the surrogate beside the exact metric, diagnostics, events."""
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from rankgrad._messages import format_duration
 from rankgrad.report.charts import Dot, Series, colour_of, dash_of, line, scatter
-from rankgrad.report.markup import Cell, absent, element, number, table, text
+from rankgrad.report.markup import Cell, absent, element, number, paragraph, percent, table, text
 from rankgrad.report.run_reader import Run, float_of
 
-MOST_POINTS = 240
-MOST_DOTS = 400
+MAX_POINTS = 240
+MAX_DOTS = 400
 EPISODES = ("resume", "warning", "end")
+
+# relative change below which a curve is constant
+FLAT = 1e-6
 
 Curve = tuple[list[float], list[float]]
 
-# what 1 - loss stands for: losses of AP have the exact mAP beside them, the surrogate of recall has R@1
+# what 1 - loss approximates: losses of AP have the exact mAP beside them, the surrogate of recall has R@1
 AP_LOSSES = ("fastap", "smooth-ap", "rambo-ap")
 
 DIAGNOSTICS: Sequence[tuple[str, str, str, str]] = (
     (
         "perfect",
         "Perfect queries",
-        "Queries of a batch whose relevant items all come first: they teach nothing more.",
+        "Queries of a batch whose relevant items are all ranked first: they have nothing more to teach.",
         "percent",
     ),
-    ("pairs_with_gradient", "Pairs with gradient", "Scores of a batch that move the loss noticeably.", "percent"),
+    ("pairs_with_gradient", "Pairs with gradient", "Scores of a batch with a noticeable gradient.", "percent"),
     ("spread", "Spread", "1 - mean cosine between different images; 0 is collapse.", "1 - cosine"),
-    ("effective_rank", "Effective rank", "In how many dimensions the embeddings of a batch lie.", "dimensions"),
-    ("skipped", "Skipped queries", "Queries of a batch with nothing to find.", "queries"),
-    ("gradient", "Length of the gradient", "Before it is clipped.", "length"),
-    ("lr", "Learning rate", "Of the first group of parameters.", "lr"),
-    ("images_per_second", "Speed", "Forward and backward, the loss included.", "images per second"),
-    ("memory", "Memory of the GPU", "The most that was in use so far.", "GiB"),
+    ("effective_rank", "Effective rank", "Effective number of dimensions of the embeddings of a batch.", "dimensions"),
+    ("skipped", "Skipped queries", "Queries of a batch without a relevant item.", "queries"),
+    ("gradient", "Gradient norm", "Before clipping.", "norm"),
+    ("lr", "Learning rate", "Of the first parameter group.", "lr"),
+    ("images_per_second", "Speed", "Forward and backward passes including the loss.", "images per second"),
+    ("memory", "GPU memory", "Peak so far.", "GiB"),
 )
 """Name in the journal, title, meaning, unit."""
 
 
 def curve(run: Run, name: str, *, complement: bool = False) -> Curve:
-    """Steps and values of a number of the journal; many points are averaged in groups. `complement` is 1 - value."""
+    """Steps and values of a quantity of the journal; many points are averaged in groups. `complement` is 1 - value."""
     points = {float_of(entry.get("step")): float_of(entry.get(name)) for entry in run.entries("step")}
     known = sorted((step, value) for step, value in points.items() if math.isfinite(step) and math.isfinite(value))
     scale = 2**-30 if name == "memory" else 1.0
@@ -47,8 +52,8 @@ def curve(run: Run, name: str, *, complement: bool = False) -> Curve:
     return thinned([step for step, _ in known], values)
 
 
-def thinned(x: Sequence[float], y: Sequence[float], most: int = MOST_POINTS) -> Curve:
-    """Means of groups of neighbours, `most` of them."""
+def thinned(x: Sequence[float], y: Sequence[float], most: int = MAX_POINTS) -> Curve:
+    """Means over groups of consecutive points, at most `most` of them."""
     group = math.ceil(len(x) / most) or 1
     if group == 1:
         return list(x), list(y)
@@ -57,7 +62,7 @@ def thinned(x: Sequence[float], y: Sequence[float], most: int = MOST_POINTS) -> 
 
 
 def validation(run: Run, metric: str) -> Curve:
-    """Steps and values of a metric of the evaluations that were made while training went on."""
+    """Steps and values of a metric of the evaluations during training."""
     entries = run.entries("eval")
     splits = [str(entry.get("split")) for entry in entries]
     split = "validation" if "validation" in splits else next(iter(splits), "")
@@ -71,14 +76,14 @@ def validation(run: Run, metric: str) -> Curve:
 
 
 def exact_metric(run: Run) -> str:
-    """The metric that the run's loss is a surrogate of, as far as a journal has it."""
+    """The metric in the journal that the loss of the run is a surrogate of."""
     return "R@1" if run.settings.get("loss") in ("recall-at-k", "rambo-recall") else "mAP"
 
 
 def learning(runs: Sequence[Run]) -> str:
     """Loss, exact metric, validation, and surrogate against exact metric."""
     if not any(run.entries("step", "eval") for run in runs):
-        return absent("The journal holds no steps yet.")
+        return absent("The journal has no steps yet.")
     charts = _alone(runs[0]) if len(runs) == 1 else _together(runs)
     return element("div", *charts, class_="charts")
 
@@ -118,24 +123,24 @@ def _validated(run: Run) -> str:
 def _about_surrogate(run: Run) -> str:
     loss = run.settings.get("loss")
     if loss in AP_LOSSES:
-        return "1 - loss stands for the AP of a batch; beside it the exact mAP of the same batch."
+        return "1 - loss approximates the AP of a batch; beside it the exact mAP of the same batch."
     if loss == "recall-at-k":
         ks = run.settings.get("ks")
         mean = f", the mean over k = {', '.join(map(str, ks))}" if isinstance(ks, list) else ""
-        return f"1 - loss stands for the recall of a batch{mean}; beside it the exact R@1 of the same batch."
+        return f"1 - loss approximates the recall of a batch{mean}; beside it the exact R@1 of the same batch."
     if loss == "rambo-recall":
-        return "This loss is a logarithm of ranks and no share, so only the exact metric is drawn."
+        return "This loss is a logarithm of ranks, not a fraction, so only the exact metric is shown."
     return "1 - loss beside the exact metric of the same batch."
 
 
 def _against(runs: Sequence[Run]) -> str:
-    """A dot for each logged step: what was optimised and what is meant."""
+    """A dot for each logged step: the surrogate and the exact metric."""
     dots = []
     bounded = all(run.settings.get("loss") != "rambo-recall" for run in runs)
     for index, run in enumerate(runs):
         metric = exact_metric(run)
         entries = run.entries("step")
-        entries = entries[:: math.ceil(len(entries) / MOST_DOTS) or 1]
+        entries = entries[:: math.ceil(len(entries) / MAX_DOTS) or 1]
         colour = colour_of(index)
         for entry in entries:
             loss, exact = float_of(entry.get("loss")), float_of(entry.get(f"batch_{metric}"))
@@ -148,8 +153,12 @@ def _against(runs: Sequence[Run]) -> str:
     return scatter(
         dots,
         title="Surrogate against exact metric",
-        about="A dot is a batch."
-        + (" On the diagonal the surrogate is the metric." if bounded else " Falling dots: a lower loss is a better metric."),
+        about="One dot per batch."
+        + (
+            " On the diagonal the surrogate equals the metric."
+            if bounded
+            else " Falling dots: a lower loss is a better metric."
+        ),
         x="1 - loss, percent" if bounded else "loss",
         y=f"exact {' or '.join(metrics)} in batch" + (", percent" if bounded else ""),
         percent=bounded,
@@ -168,14 +177,14 @@ def _all_validation(run: Run) -> str:
     ]
     series = [each for each in series if each.x]
     if not series:
-        return absent("The run was not evaluated while it trained.")
+        return absent("The run was not evaluated during training.")
     title = f"Evaluations on {_validated(run)}"
-    return line(series, title=title, about="While the run trained.", x="step", y="percent", percent=True)
+    return line(series, title=title, about="During training.", x="step", y="percent", percent=True)
 
 
 def _together(runs: Sequence[Run]) -> list[str]:
     losses = {str(run.settings.get("loss")) for run in runs}
-    remark = " These are different losses: compare shapes, not heights." if len(losses) > 1 else ""
+    remark = " The losses differ: compare shapes, not heights." if len(losses) > 1 else ""
     charts = [_lines(runs, "loss", "Loss", f"Of a batch, at logged steps.{remark}", "loss")]
     charts += [
         _lines(runs, f"batch_{metric}", f"Exact {metric} in the batch", "Each query against the rest of its batch.", "percent")
@@ -188,7 +197,7 @@ def _together(runs: Sequence[Run]) -> list[str]:
                 line(
                     series,
                     title=f"{metric} on validation",
-                    about="While the runs trained.",
+                    about="During training.",
                     x="step",
                     y="percent",
                     percent=True,
@@ -199,7 +208,7 @@ def _together(runs: Sequence[Run]) -> list[str]:
 
 
 def _named(runs: Sequence[Run], curves: Sequence[Curve], *, dots: bool = False) -> list[Series]:
-    """Curves of runs in the runs' colours; one run alone needs no name."""
+    """Curves in the colours of their runs; a single run needs no name."""
     return [
         Series(run.name if len(runs) > 1 else "", *found, colour_of(index), dash_of(index), dots)
         for index, (run, found) in enumerate(zip(runs, curves, strict=True))
@@ -212,20 +221,40 @@ def _lines(runs: Sequence[Run], name: str, title: str, about: str, unit: str) ->
     if not series:
         return ""
     most = max(len(run.entries("step")) for run in runs)
-    if most > MOST_POINTS:
-        about += f" Means of {math.ceil(most / MOST_POINTS)} logged steps."
+    if most > MAX_POINTS:
+        about += f" Means of {math.ceil(most / MAX_POINTS)} logged steps."
     return line(series, title=title, about=about, x="step", y=unit, percent=unit == "percent")
 
 
 def diagnostics(runs: Sequence[Run]) -> str:
-    """What the loss does not show."""
-    charts = [_lines(runs, *each) for each in DIAGNOSTICS]
+    """What the loss does not show. A quantity that never changes is a line of text, not a chart."""
+    charts, constant = [], []
+    for name, title, about, unit in DIAGNOSTICS:
+        curves = [values for run in runs if (values := curve(run, name)[1])]
+        levels = {value for values in curves for value in values}
+        if levels and _is_flat(levels):
+            constant.append(f"{title.lower()} {_level(statistics.fmean(levels), unit)}")
+        else:
+            charts.append(_lines(runs, name, title, about, unit))
     found = [chart for chart in charts if chart]
-    return element("div", *found, class_="charts") if found else absent("The journal holds no diagnostics.")
+    if not found and not constant:
+        return absent("The journal has no diagnostics.")
+    told = paragraph(text(f"Constant: {', '.join(constant)}."), class_="quiet") if constant else ""
+    return element("div", *found, class_="charts") + told
+
+
+def _is_flat(values: Collection[float]) -> bool:
+    """Whether values differ by less than can be seen."""
+    low, high = min(values), max(values)
+    return high - low <= FLAT * max(abs(low), abs(high))
+
+
+def _level(value: float, unit: str) -> str:
+    return f"{percent(value)}%" if unit == "percent" else number(value)
 
 
 def events(runs: Sequence[Run]) -> str:
-    """Resumes, warnings and ends."""
+    """Resumes, warnings and ends of runs."""
     rows = []
     for run in runs:
         for entry in run.entries(*EPISODES):
@@ -233,7 +262,7 @@ def events(runs: Sequence[Run]) -> str:
             when = str(entry.get("time", ""))[:19].replace("T", " ")
             rows.append([text(when), *which, number(float_of(entry.get("step"))), text(entry["kind"]), text(_told(entry))])
     if not rows:
-        return absent("The journal holds no resumes, warnings or ends.")
+        return absent("The journal has no resumes, warnings or ends.")
     header: list[Cell] = ["time (UTC)", *(["run"] if len(runs) > 1 else []), "step", "event", "what"]
     return table(header, rows, class_="events")
 
@@ -242,19 +271,9 @@ def _told(entry: Mapping[str, Any]) -> str:
     if entry["kind"] == "resume":
         hardware = entry.get("hardware")
         device = (hardware.get("gpu") or hardware.get("device")) if isinstance(hardware, Mapping) else None
-        return "continued" + (f" on {device}" if device else "")
+        return "resumed" + (f" on {device}" if device else "")
     parts = [str(entry[name]) for name in ("reason", "message") if entry.get(name)]
     seconds = float_of(entry.get("seconds"))
     if math.isfinite(seconds):
-        parts.append(f"after {duration(seconds)}")
+        parts.append(f"after {format_duration(seconds)}")
     return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """`48 s`, `12 min 3 s`, `5 h 20 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,4 +1,4 @@
-"""HTML as text. Whatever comes from files goes through `text`, so that a label or a path can never be markup."""
+"""HTML as text. Everything read from files goes through `text`, so that a label or a path can never be markup."""
 
 import html
 import math
@@ -12,16 +12,16 @@ Cell = str | tuple[str, str]
 MINUS = "\N{MINUS SIGN}"
 NOTHING = "\N{EN DASH}"
 
-# a page may hold pictures and styles of its own and can ask for nothing else, whatever a label says
+# a page may contain images and styles of its own and request nothing else, whatever a label says
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 Section = tuple[str, str, str]
-"""Anchor, title and content."""
+"""Anchor, title and content of a section."""
 
 
 def text(value: object) -> str:
     """`value` as text of a page or of an attribute."""
-    # neither control characters nor halves of surrogate pairs, which names of files may hold, are part of a page
+    # file names may have control characters and lone surrogates, which a page must not
     whole = str(value).encode("utf-8", "replace").decode("utf-8")
     return html.escape("".join(c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in whole))
 
@@ -41,12 +41,18 @@ def paragraph(*content: str, class_: str | None = None) -> str:
 
 
 def absent(reason: str) -> str:
-    """What stands where something cannot be shown."""
+    """A placeholder for what cannot be shown."""
     return paragraph(text(reason), class_="absent")
 
 
+def details(title: str, content: str, *, is_open: bool = False) -> str:
+    """A part of the page that can be folded; `content` is markup."""
+    summary = element("summary", text(title))
+    return f"<details{' open' if is_open else ''}>{summary}{content}</details>"
+
+
 def table(header: Sequence[Cell], rows: Iterable[Sequence[Cell]], *, class_: str = "") -> str:
-    """A table that scrolls sideways on its own where it is too wide. The first cell of a row is its heading."""
+    """A table that scrolls sideways if it is too wide. The first cell of a row is its heading."""
     head = "".join(_cell("th", cell, scope="col") for cell in header)
     body = "".join(
         "<tr>"
@@ -70,12 +76,12 @@ def _cell(tag: str, cell: Cell, *, scope: str | None) -> str:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A share in percent without its sign, as the papers print it."""
+    """A fraction in percent without the percent sign, as papers print it."""
     return NOTHING if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f}"
 
 
 def signed(points: float, digits: int = 1) -> str:
-    """Points of percent with their sign; what rounds to nothing has none."""
+    """Percentage points with their sign; what rounds to 0 has none."""
     shown = f"{abs(points):.{digits}f}"
     if not float(shown):
         return shown
@@ -83,7 +89,7 @@ def signed(points: float, digits: int = 1) -> str:
 
 
 def number(value: float) -> str:
-    """A number as short as it can be read: thousands set apart, four digits of a fraction."""
+    """A number in short: thousands separated, four significant digits of a fraction."""
     if not math.isfinite(value):
         return NOTHING
     if value == int(value) and abs(value) < 1e15:
@@ -91,13 +97,8 @@ def number(value: float) -> str:
     return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}").replace("-", MINUS)
 
 
-def plural(count: int, one: str, many: str | None = None) -> str:
-    """`1 query`, `1,200 queries`."""
-    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
-
-
-def shortened(name: str, most: int) -> str:
-    """`name` with its middle left out where it is too long: beginnings and ends tell runs apart."""
+def cut_middle(name: str, most: int) -> str:
+    """`name` with its middle cut out if it is too long: beginnings and ends tell runs apart."""
     if len(name) <= most:
         return name
     front = (most - 1) // 2
@@ -105,7 +106,7 @@ def shortened(name: str, most: int) -> str:
 
 
 def document(title: str, about: str, sections: Iterable[Section]) -> str:
-    """One HTML document of the sections that have a content."""
+    """One HTML document of the sections that have content."""
     shown = [section for section in sections if section[2]]
     links = "".join(element("li", element("a", text(name), href=f"#{anchor}")) for anchor, name, _ in shown)
     body = "".join(element("section", element("h2", text(name)), content, id=anchor) for anchor, name, content in shown)
@@ -121,7 +122,7 @@ def document(title: str, about: str, sections: Iterable[Section]) -> str:
             "main",
             element("header", element("h1", text(title)), paragraph(text(about))),
             body,
-            element("footer", text(f"rankgrad {_version()}. All numbers are read from the folders of the runs.")),
+            element("footer", text(f"rankgrad {_version()}. All numbers are read from the run folders.")),
         )
         + "</body></html>\n"
     )

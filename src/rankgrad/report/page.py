@@ -5,9 +5,10 @@ from typing import Any
 
 from rankgrad.report.comparison import differing_settings, won_and_lost
 from rankgrad.report.examples import best_and_worst, confusion_cards
+from rankgrad.report.groups import chosen_groups
 from rankgrad.report.headline import description, numbers, side_by_side
 from rankgrad.report.learning_curves import diagnostics, events, learning
-from rankgrad.report.markup import Cell, Section, absent, document, element, number, paragraph, table, text
+from rankgrad.report.markup import Cell, Section, absent, details, document, element, number, paragraph, table, text
 from rankgrad.report.retrieval_sections import categories, embedding_map, ranks
 from rankgrad.report.run_reader import Evaluation, Run, float_of
 from rankgrad.report.thumbnails import Thumbnails
@@ -15,82 +16,84 @@ from rankgrad.report.thumbnails import Thumbnails
 ROWS_ALONE, ROWS_EACH = 5, 3
 
 
-def page(runs: Sequence[Run], *, split: str | None = None, pictures: Thumbnails | None = None) -> str:
-    """One HTML document about one run, or about several beside each other.
+def page(runs: Sequence[Run], *, split: str | None = None, thumbnails: Thumbnails | None = None) -> str:
+    """One HTML document about one run, or several side by side.
 
     Args:
-        runs: the first is what the others are compared with.
-        split: the test that curves and pictures are of, by default "test" or the first there is.
-        pictures: where thumbnails come from.
+        runs: runs to show; the others are compared with the first.
+        split: test to show charts and pictures of, by default "test" or the first there is.
+        thumbnails: source of the pictures.
     """
-    pictures = pictures or Thumbnails()
+    thumbnails = thumbnails or Thumbnails()
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     about = description(runs[0]) if len(runs) == 1 else ", ".join(run.name for run in runs)
-    return document(title, about, _sections(runs, split, pictures))
+    return document(title, about, _sections(runs, split, thumbnails))
 
 
-def _sections(runs: Sequence[Run], split: str | None, pictures: Thumbnails) -> list[Section]:
+def _sections(runs: Sequence[Run], split: str | None, thumbnails: Thumbnails) -> list[Section]:
     alone = len(runs) == 1
+    groups = chosen_groups(runs, split)
     sections = [
         ("numbers", "Numbers", numbers(runs[0], split) if alone else side_by_side(runs)),
         ("learning", "Learning curves", learning(runs)),
         ("diagnostics", "Diagnostics", diagnostics(runs)),
-        ("ranks", "Ranks", ranks(runs, split)),
-        ("categories", "Categories", categories(runs, split)),
+        ("ranks", "Ranks", ranks(groups)),
+        ("categories", "Categories", categories(groups)),
     ]
     if not alone:
-        sections.append(("wins", "Won and lost", won_and_lost(runs[0], runs[1:], split, pictures)))
+        sections.append(("wins", "Won and lost", won_and_lost(groups, thumbnails)))
     each = ROWS_ALONE if alone else ROWS_EACH
     sections += [
-        ("queries", "Queries", _of_each(runs, split, lambda test: best_and_worst(test, pictures, each=each))),
-        ("confusions", "Confusions", _of_each(runs, split, lambda test: confusion_cards(test, pictures))),
-        ("map", "Map of the embeddings", embedding_map(runs, split)),
+        ("queries", "Queries", _of_each(runs, split, lambda test: best_and_worst(test, thumbnails, each=each))),
+        ("confusions", "Confusions", _of_each(runs, split, lambda test: confusion_cards(test, thumbnails))),
+        ("map", "Map of the embeddings", embedding_map(groups)),
         ("settings", "Settings", settings(runs)),
         ("hardware", "Hardware and versions", hardware(runs)),
         ("events", "Events", events(runs)),
     ]
-    # last, when all pictures were asked for
-    return [*sections, ("missing", "What is missing", missing(runs, pictures.remarks()))]
+    # last, when all thumbnails have been made
+    return [*sections, ("missing", "Missing", missing(runs, thumbnails.remarks()))]
 
 
 def _of_each(runs: Sequence[Run], split: str | None, content: Callable[[Evaluation], str]) -> str:
     parts = []
-    for run in runs:
+    for place, run in enumerate(runs):
         test = run.evaluation(split)
-        if len(runs) > 1:
-            parts.append(element("h3", text(run.name), class_="run"))
-        parts.append(content(test) if test else paragraph("Not tested yet.", class_="absent"))
+        part = content(test) if test else absent("Not tested yet.")
+        parts.append(part if len(runs) == 1 else details(run.name, part, is_open=not place))
     return "".join(parts)
 
 
-def shown(value: object) -> str:
-    """A setting as a command line takes it."""
+def format_value(value: object) -> str:
+    """A setting as on the command line."""
     if value is None:
         return "\N{EN DASH}"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(shown, value)) or "none"
+        return ", ".join(map(format_value, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def settings(runs: Sequence[Run]) -> str:
-    """All settings of one run; of several those that differ."""
+    """All settings of one run, or those that differ between several."""
     if not any(run.settings for run in runs):
-        return absent("recipe.json is missing, so the settings are not known.")
+        return absent("recipe.json is missing, so the settings are unknown.")
     if len(runs) == 1:
         found = runs[0].settings
         recipe = runs[0].recipe
         told = f"{recipe.get('name', 'unnamed')}: {recipe.get('what', '')}".rstrip(": ")
         notes = recipe.get("notes")
         remarks = [paragraph(text(note), class_="quiet") for note in notes] if isinstance(notes, list) else []
-        pairs = [element("div", element("dt", text(name)), element("dd", text(shown(value)))) for name, value in found.items()]
+        pairs = [
+            element("div", element("dt", text(name)), element("dd", text(format_value(value)))) for name, value in found.items()
+        ]
         return paragraph(text(told)) + "".join(remarks) + element("dl", *pairs, class_="settings")
     differing = differing_settings(runs)
     if not differing:
         return paragraph("The runs have the same settings.")
     header: list[Cell] = ["setting", *(text(run.name) for run in runs)]
-    rows = [[text(name), *(text(shown(value)) for value in values)] for name, values in differing.items()]
+    rows = [[text(name), *(text(format_value(value)) for value in values)] for name, values in differing.items()]
     same = len({name for run in runs for name in run.settings}) - len(differing)
     return paragraph(f"Settings that differ; {same} others are the same.") + table(header, rows)
 
@@ -100,16 +103,16 @@ def hardware(runs: Sequence[Run]) -> str:
     parts = []
     for run in runs:
         started = run.entries("start", "resume")
-        if len(runs) > 1:
-            parts.append(element("h3", text(run.name)))
         if not started:
-            parts.append(absent("The journal does not say where the run was made."))
-            continue
-        pairs = [element("div", element("dt", text(name)), element("dd", text(value))) for name, value in _facts(started[0])]
-        parts.append(element("dl", *pairs, class_="settings"))
-        command = started[0].get("command")
-        if isinstance(command, list):
-            parts.append(element("pre", text(" ".join(map(str, command)))))
+            part = absent("The journal does not say where the run was made.")
+        else:
+            facts = _facts(started[0])
+            pairs = [element("div", element("dt", text(name)), element("dd", text(value))) for name, value in facts]
+            part = element("dl", *pairs, class_="settings")
+            command = started[0].get("command")
+            if isinstance(command, list):
+                part += element("pre", text(" ".join(map(str, command))))
+        parts.append(part if len(runs) == 1 else details(run.name, part))
     return "".join(parts)
 
 
@@ -119,7 +122,7 @@ def _facts(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [("began", str(entry.get("time", ""))[:19].replace("T", " ") + " UTC")]
     for name, value in machine.items() if isinstance(machine, Mapping) else ():
         is_size = name == "gpu_memory" and isinstance(value, int)
-        facts.append((str(name), f"{value / 2**30:.0f} GiB" if is_size else shown(value)))
+        facts.append((str(name), f"{value / 2**30:.0f} GiB" if is_size else format_value(value)))
     facts += [(str(name), str(value)) for name, value in versions.items()] if isinstance(versions, Mapping) else []
     for name in ("parameters", "steps_per_epoch", "total_steps"):
         if isinstance(entry.get(name), int):
@@ -132,7 +135,7 @@ def _facts(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def missing(runs: Sequence[Run], remarks: Sequence[str]) -> str:
-    """What could not be read or shown; empty where there is nothing to say."""
+    """What could not be read or shown; empty if there is nothing to report."""
     told = [f"{run.name}: {problem}" if len(runs) > 1 else problem for run in runs for problem in run.problems]
     items = [element("li", text(each)) for each in (*told, *remarks)]
     return element("ul", *items) if items else ""

@@ -1,7 +1,10 @@
-"""A run's folder as values. What is missing or damaged is left out and noted, so that a report can say so.
+"""Reads run folders. Missing or damaged files are skipped and recorded as problems, which a report lists.
 
-RUN/recipe.json, journal.jsonl, checkpoints/{best,last}.json
-RUN/eval/<split>/{result.json,queries.npz,table.csv,embeddings.npy}
+    RUN/recipe.json, journal.jsonl, checkpoints/{best,last}.json
+    RUN/eval/<key>/{result.json,queries.npz,table.csv,embeddings.npy}
+
+The key of a run's own test is the name of the split; tests on other data, under another protocol or of another checkpoint
+have more in their key.
 """
 
 import csv
@@ -12,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 
 Index = NDArray[np.int64]
 
-# what numpy raises at a damaged array or archive
+# what numpy raises for a damaged array or archive
 UNREADABLE = (
     *(OSError, ValueError, EOFError, TypeError, AttributeError, OverflowError, NotImplementedError),
     *(zipfile.BadZipFile, zlib.error),
@@ -32,7 +35,7 @@ PREFERRED_SPLITS = ("test", "validation")
 
 @dataclass(frozen=True, eq=False)
 class ItemTable:
-    """The rows of table.csv: an image each."""
+    """The items of table.csv, one image each."""
 
     name: str  # "omniglot/test"
     root: Path
@@ -41,17 +44,18 @@ class ItemTable:
     categories: tuple[str, ...]  # "" where there is none
     is_query: NDArray[np.bool_]
     is_gallery: NDArray[np.bool_]
+    class_names: tuple[str, ...] = ()  # of every item; the labels if it is empty
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def caption(self, row: int) -> str:
-        """The label of a row, or the name of its file where it is of no class."""
-        return Path(self.paths[row]).stem if self.labels[row] == NO_CLASS else self.labels[row]
+        """Name of the class of an item, or of its file if it has no class."""
+        return Path(self.paths[row]).stem if self.labels[row] == NO_CLASS else (self.class_names or self.labels)[row]
 
     @cached_property
     def classes(self) -> Index:
-        """[N] equal where labels are; a row of no class has one of its own."""
+        """[N] equal where labels are equal; every item without a class has a number of its own."""
         numbers: Index = np.unique(np.array(self.labels, dtype=str), return_inverse=True)[1].astype(np.int64)
         alone = np.array([label == NO_CLASS for label in self.labels], dtype=np.bool_)
         return np.where(alone, len(self) + np.arange(len(self)), numbers)
@@ -59,8 +63,9 @@ class ItemTable:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """The test of one split. `queries` are the columns of queries.npz, empty where the file is gone."""
+    """One test of a run. `queries` are the columns of queries.npz, empty if the file is missing."""
 
+    key: str  # folder below eval
     split: str
     protocol: str
     rule: str
@@ -74,15 +79,29 @@ class Evaluation:
     queries: Mapping[str, NDArray[Any]]
     table: ItemTable | None
     embeddings: NDArray[np.float32] | None
+    fingerprint: str | None = None  # of the data; None in older results
+    data_path: str = ""
+    is_own: bool = True  # whether it is the data of the run
+    checkpoint: str = ""  # which weights, where a result says it
+
+    @property
+    def title(self) -> str:
+        """Split, and data and weights where they are not the run's own."""
+        parts = [self.split]
+        if not self.is_own:
+            parts.append(f"other data: {self.data_path or self.fingerprint or 'unknown'}")
+        if self.key.rpartition("@")[2] == self.checkpoint:
+            parts.append(f"{self.checkpoint} weights")
+        return ", ".join(parts)
 
     @property
     def index(self) -> Index | None:
-        """[Q] row of the table that each query is."""
+        """[Q] item of the table that each query is."""
         return self.queries.get("index")
 
     @property
     def first_rank(self) -> NDArray[np.float64] | None:
-        """[Q] rank of the first right answer; of the medium setting where a protocol has several."""
+        """[Q] rank of the first relevant item; of the medium setting where a protocol has several."""
         for name in ("first_rank", "first_rank[medium]", "first_rank[hard]", "first_rank[easy]"):
             if name in self.queries:
                 return self.queries[name]
@@ -90,19 +109,19 @@ class Evaluation:
 
     @property
     def by_lists(self) -> bool:
-        """Whether the data set lists what is relevant, so that labels do not say it."""
+        """Whether the data set lists the relevant items of each query instead of labels."""
         return self.protocol.startswith("roxford")
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What the folder of a run says."""
+    """The contents of a run folder."""
 
     folder: Path
     name: str
     recipe: Mapping[str, Any] = field(default_factory=dict)
     journal: Sequence[Mapping[str, Any]] = ()
-    evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
+    evaluations: Mapping[str, Evaluation] = field(default_factory=dict)  # by key
     best: Mapping[str, Any] | None = None
     problems: tuple[str, ...] = ()
 
@@ -120,24 +139,26 @@ class Run:
         return [entry for entry in self.journal if entry["kind"] in kinds]
 
     def evaluation(self, split: str | None) -> Evaluation | None:
-        """The test of `split`, by default of the test split or of the first there is."""
+        """The test with this key or of this split, on the run's own data if possible; by default of the test split."""
+        own_first = sorted(self.evaluations.values(), key=lambda each: (not each.is_own, each.key != each.split))
         if split is not None:
-            return self.evaluations.get(split)
-        names = [*(name for name in PREFERRED_SPLITS if name in self.evaluations), *self.evaluations]
-        return self.evaluations[names[0]] if names else None
+            found = [each for each in own_first if split in (each.key, each.split)]
+            return self.evaluations.get(split) or next(iter(found), None)
+        preferred = [each for name in PREFERRED_SPLITS for each in own_first if each.split == name and each.is_own]
+        return next(iter([*preferred, *own_first]), None)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs, each under a name of its own."""
+    """Read the runs, each under a unique name."""
     resolved = [folder.resolve() for folder in folders]
     if len(set(resolved)) < len(resolved):
         twice = next(folder for folder in folders if resolved.count(folder.resolve()) > 1)
-        raise ValueError(f"{twice} is named twice: give each run once")
+        raise ValueError(f"{twice} was given twice: give each run once")
     return [_read(folder, name) for folder, name in zip(folders, names_of(resolved), strict=True)]
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the folders, as many as tell them apart."""
+    """Names of folders: as many of their last parts as tell them apart."""
     for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-depth:]) for folder in folders]
         if len(set(names)) == len(names):
@@ -147,16 +168,16 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 def _read(folder: Path, name: str) -> Run:
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not there: give the folder of a run, as `rankgrad train --out` made it")
+        raise FileNotFoundError(f"{folder} does not exist: give a run folder, as written by `rankgrad train --out`")
     parts = [folder / "recipe.json", folder / "journal.jsonl", folder / "eval"]
     if not any(part.exists() for part in parts):
-        raise ValueError(f"{folder} is not the folder of a run: it holds none of {', '.join(part.name for part in parts)}")
+        raise ValueError(f"{folder} is not a run folder: it has none of {', '.join(part.name for part in parts)}")
     problems: list[str] = []
     evaluations = {}
-    for place in sorted((folder / "eval").glob("*/")):
+    for place in sorted((folder / "eval").glob("[!.]*/")):
         found = _evaluation(place, problems)
         if found is not None:
-            evaluations[found.split] = found
+            evaluations[found.key] = found
     return Run(
         folder=folder,
         name=name,
@@ -169,15 +190,15 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def _is_there(path: Path, problems: list[str]) -> bool:
-    """Whether a file can be opened without waiting for it: neither a pipe nor a device is what a run wrote."""
+    """Whether it is a regular file: reading a pipe or a device could block."""
     if not path.is_file():
-        problems.append(f"{path.name} {'is no file' if path.exists() else 'is missing'}")
+        problems.append(f"{path.name} {'is not a file' if path.exists() else 'is missing'}")
         return False
     return True
 
 
 def _json(path: Path, problems: list[str], *, wanted: bool = True) -> dict[str, Any] | None:
-    """The object in a file; None, and a note where it was `wanted`, if there is none."""
+    """The JSON object in a file, None if there is none; a problem if it was `wanted`."""
     if not _is_there(path, problems if wanted else []):
         return None
     try:
@@ -187,7 +208,7 @@ def _json(path: Path, problems: list[str], *, wanted: bool = True) -> dict[str, 
         return None
     if isinstance(content, dict):
         return content
-    problems.append(f"{path.name} does not hold an object")
+    problems.append(f"{path.name} does not contain a JSON object")
     return None
 
 
@@ -204,7 +225,7 @@ def _journal(path: Path, problems: list[str]) -> list[dict[str, Any]]:
         if isinstance(entry, dict) and isinstance(entry.get("kind"), str):
             entries.append(entry)
     if torn:
-        problems.append(f"{path.name}: {torn} damaged {'line' if torn == 1 else 'lines'} left out")
+        problems.append(f"{path.name}: {torn} damaged {'line' if torn == 1 else 'lines'} skipped")
     return entries
 
 
@@ -217,7 +238,8 @@ def _evaluation(place: Path, problems: list[str]) -> Evaluation | None:
         metrics = {str(name): float_of(value) for name, value in _mapping(content.get("metrics")).items()}
         queries = _queries(place / "queries.npz", table, noted)
         found = Evaluation(
-            split=place.name,
+            key=place.name,
+            split=_split(content, place.name),
             protocol=str(content.get("protocol", "unknown")),
             rule=str(content.get("rule", "")),
             metrics=metrics,
@@ -233,9 +255,28 @@ def _evaluation(place: Path, problems: list[str]) -> Evaluation | None:
             queries=queries,
             table=table,
             embeddings=_embeddings(place / "embeddings.npy", table, noted),
+            **_data(content),
         )
     problems += [f"eval/{place.name}/{note}" for note in noted]
     return found
+
+
+def _split(content: Mapping[str, Any], key: str) -> str:
+    """Name of the split; older results may lack it and are in a folder of that name."""
+    split = content.get("split")
+    return split if isinstance(split, str) and split else key.partition("@")[0]
+
+
+def _data(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Which data and which weights were tested; a result that does not say it is of the run's own data."""
+    data, checkpoint = _mapping(content.get("data")), _mapping(content.get("checkpoint"))
+    fingerprint = data.get("fingerprint")
+    return {
+        "fingerprint": str(fingerprint) if fingerprint else None,
+        "data_path": str(data.get("path") or ""),
+        "is_own": data.get("own") is not False,
+        "checkpoint": str(checkpoint.get("name") or ""),
+    }
 
 
 def _count(value: Any, otherwise: int) -> int:
@@ -255,7 +296,7 @@ def _intervals(value: Any) -> Iterator[tuple[str, tuple[float, float]]]:
 
 
 def float_of(value: Any) -> float:
-    """A number of a JSON file; NaN where there is none, also for the words that stand for NaN and infinities."""
+    """A number of a JSON file; NaN if it is not one."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -272,8 +313,10 @@ def _table(path: Path, result: Mapping[str, Any], problems: list[str]) -> ItemTa
         problems.append(f"{path.name} cannot be read: {error}")
         return None
     if not rows or not {"path", "label"} <= rows[0].keys():
-        problems.append(f"{path.name} has no rows with path and label")
+        problems.append(f"{path.name} has no rows with the columns path and label")
         return None
+
+    labels = tuple(row["label"] or "" for row in rows)
 
     def flags(name: str) -> NDArray[np.bool_]:
         return np.array([row.get(name) != "0" for row in rows], dtype=np.bool_)
@@ -282,19 +325,32 @@ def _table(path: Path, result: Mapping[str, Any], problems: list[str]) -> ItemTa
         name=str(result.get("table", "")),
         root=Path(str(result.get("root", ""))),
         paths=tuple(row["path"] or "" for row in rows),
-        labels=tuple(row["label"] or "" for row in rows),
+        labels=labels,
+        class_names=_class_names(rows, labels),
         categories=tuple(row.get("category") or "" for row in rows),
         is_query=flags("is_query"),
         is_gallery=flags("is_gallery"),
     )
 
 
+def _class_names(rows: Sequence[Mapping[str, str | None]], labels: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the classes of all rows; of older tables the folders, where there is one for every class."""
+    if "class" in rows[0]:
+        return tuple(row.get("class") or label for row, label in zip(rows, labels, strict=True))
+    folders = [str(PurePosixPath(row["path"] or "").parent.name) for row in rows]
+    pairs = {(label, folder) for label, folder in zip(labels, folders, strict=True) if label != NO_CLASS}
+    one_each = len({label for label, _ in pairs}) == len({folder for _, folder in pairs}) == len(pairs)
+    if not one_each or not all(label.isdigit() for label, _ in pairs) or not all(folder for _, folder in pairs):
+        return labels
+    return tuple(label if label == NO_CLASS else folder for label, folder in zip(labels, folders, strict=True))
+
+
 def _queries(path: Path, table: ItemTable | None, problems: list[str]) -> dict[str, NDArray[Any]]:
-    """Columns of the same length, `index` and `neighbours` being rows of the table."""
+    """Columns of the same length; `index` and `neighbours` are items of the table."""
     if not _is_there(path, problems):
         return {}
     try:
-        # numpy leaves a damaged archive open, so it is opened here
+        # opened here, since numpy leaves a damaged archive open
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             columns = {name: file[name] for name in file.files}
     except UNREADABLE as error:
@@ -302,30 +358,30 @@ def _queries(path: Path, table: ItemTable | None, problems: list[str]) -> dict[s
         return {}
     index = columns.get("index")
     if index is None or index.ndim != 1 or any(column.shape[:1] != index.shape for column in columns.values()):
-        problems.append(f"{path.name} does not hold one row per query")
+        problems.append(f"{path.name} does not have one row per query")
         return {}
     odd = [name for name, column in columns.items() if not _fits(name, column)]
     near, scores = columns.get("neighbours"), columns.get("scores")
     if near is not None and scores is not None and near.shape != scores.shape:
         odd.append("scores")
     if odd:
-        problems.append(f"{path.name} holds {', '.join(odd)} of another kind than a test writes")
+        problems.append(f"{path.name} has columns of a wrong type: {', '.join(odd)}")
         return {}
     if table is not None and len(index) and not 0 <= index.min() <= index.max() < len(table):
-        problems.append(f"{path.name} names rows that table.csv does not have")
+        problems.append(f"{path.name} refers to rows that table.csv does not have")
         return {}
     return columns
 
 
 def _fits(name: str, column: NDArray[Any]) -> bool:
-    """Whether a column holds what its name says: rows of the table, or numbers."""
+    """Whether a column has the type that its name implies: items of the table, or numbers."""
     if name in ("index", "neighbours"):
         return bool(np.issubdtype(column.dtype, np.integer)) and (not column.size or int(column.min()) >= 0)
     return column.dtype.kind in "biuf"
 
 
 def _embeddings(path: Path, table: ItemTable | None, problems: list[str]) -> NDArray[np.float32] | None:
-    """Left on disk: only what is looked at is read."""
+    """A memmap: only what is used is read."""
     if not _is_there(path, problems):
         return None
     try:
@@ -339,6 +395,6 @@ def _embeddings(path: Path, table: ItemTable | None, problems: list[str]) -> NDA
         or not np.issubdtype(found.dtype, np.floating)
         or (table is not None and len(found) != len(table))
     ):
-        problems.append(f"{path.name} does not hold one row per row of table.csv")
+        problems.append(f"{path.name} does not have one row per row of table.csv")
         return None
     return found

@@ -1,4 +1,4 @@
-"""The parts that all charts are made of: the figure around them, axes, labels, boxes."""
+"""Parts of charts: scales, the figure around them, axes, labels, boxes."""
 
 import math
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from rankgrad.report.markup import element, number, text
 WIDTH, HEIGHT = 400, 250
 LEFT, TOP, BOTTOM = 40, 26, 38
 LETTER = 7.0
-"""Units that a letter of a chart takes, on average."""
+"""Average width of a letter in units of the chart."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """`low` to `high` in the data are `start` to `end` on the page."""
+    """Maps `low` to `high` in the data onto `start` to `end` on the page."""
 
     low: float
     high: float
@@ -30,12 +30,12 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, about: int) -> list[float]:
-        """Round values inside the scale, about so many."""
+        """About `about` round values inside the scale."""
         return log_ticks(self.low, self.high, about) if self.log else round_ticks(self.low, self.high, about)
 
 
 def span(values: Sequence[float], *, room: float = 0.04) -> tuple[float, float]:
-    """Ends of an axis for `values`, with some room, never of length 0; below 0 only where a value is."""
+    """Ends of an axis for `values`, with some room, never of length 0; below 0 only if a value is."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return 0.0, 1.0
@@ -55,7 +55,7 @@ def round_ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float, about: int) -> list[float]:
-    """Powers of ten, with their doubles and fivefolds where there is room."""
+    """Powers of ten, with 2 and 5 times them where there is room."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):
         found = [factor * 10.0**power for power in powers for factor in factors]
@@ -75,7 +75,7 @@ def figure(
     mark: str = "",
     class_: str = "",
 ) -> str:
-    """A chart with its caption and legend. `legend` pairs names with colours, `mark` names the level to compare with."""
+    """A chart with its caption and legend. `legend` pairs names with colours, `mark` names the reference level."""
     keys = "".join(
         f'<span class="key"><svg viewBox="0 0 10 10" aria-hidden="true"><circle cx="5" cy="5" r="5" class="f-{colour}"/></svg>'
         f"{text(name)}</span>"
@@ -97,7 +97,7 @@ def figure(
 
 
 def axes(across: Scale, up: Scale, x: str, y: str, *, percent: bool, percent_x: bool = False) -> str:
-    """Both axes, their names and lines to read heights by."""
+    """Both axes with their names and horizontal grid lines."""
     ticks = across.ticks(6)
     factor = 100 if percent_x else 1
     names = [_tick_name(factor * tick, [factor * each for each in ticks]) for tick in ticks]
@@ -108,7 +108,7 @@ def axes(across: Scale, up: Scale, x: str, y: str, *, percent: bool, percent_x: 
 
 
 def levels(up: Scale, right: float, y: str, *, percent: bool) -> str:
-    """Lines at round heights from the left edge to `right`, and the name of the axis above them."""
+    """Grid lines at round values up to `right`, and the name of the axis above them."""
     factor = 100 if percent else 1
     ticks = up.ticks(5)
     names = [_tick_name(factor * tick, [factor * each for each in ticks]) for tick in ticks]
@@ -135,13 +135,13 @@ def _tick_name(tick: float, all_ticks: Sequence[float]) -> str:
 
 
 def label(content: str, x: float, y: float, class_: str, anchor: str = "") -> str:
-    """Text at a place, in a class of the style sheet."""
+    """Text at a position, in a class of the style sheet."""
     placed = f' text-anchor="{anchor}"' if anchor else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{class_}"{placed}>{text(content)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, tip: str) -> str:
-    """A filled rectangle that tells `tip` when it is pointed at."""
+    """A filled rectangle with a tooltip."""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{max(height, 0):.1f}" class="f-{colour}">'
         f"<title>{text(tip)}</title></rect>"

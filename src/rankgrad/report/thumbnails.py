@@ -1,4 +1,4 @@
-"""Small pictures inside the page, as many as its size allows, and rows of them: a query and what was found for it."""
+"""Thumbnails inside the page, as many as its size allows, and rows of them: a query and its neighbours."""
 
 import base64
 import io
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from rankgrad._messages import plural
 from rankgrad.data.image_files import UnreadableImageError, read_guarded
 from rankgrad.data.table import path_complaint
 from rankgrad.eval import neighbours
-from rankgrad.report.markup import MINUS, element, plural, shortened, text
+from rankgrad.report.markup import MINUS, cut_middle, element, text
 from rankgrad.report.run_reader import Evaluation, Index, ItemTable
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 SIDE = 96
 QUALITY = 78
-# base64 of all pictures together; the charts of a few runs take about a megabyte more
-MOST_BYTES = 3_500_000
+# base64 of all thumbnails together; the charts of a few runs take about a megabyte more
+MAX_BYTES = 3_500_000
 SHOWN = 10
 """Neighbours in a row."""
 LABEL_LETTERS = 13
@@ -30,27 +31,27 @@ RIGHT, WRONG = "\N{CHECK MARK}", "\N{MULTIPLICATION X}"
 
 
 class Thumbnails:
-    """Makes <img> of rows of tables and remembers what it could not make.
+    """Makes <img> elements of items and records which it could not make.
 
     Args:
-        wanted: without it every picture is an empty frame.
-        most_bytes: characters that all pictures together may take.
+        enabled: if False, every picture is an empty frame.
+        max_bytes: characters that all thumbnails together may take.
     """
 
-    def __init__(self, *, wanted: bool = True, most_bytes: int = MOST_BYTES) -> None:
-        self.wanted, self.left = wanted, most_bytes
+    def __init__(self, *, enabled: bool = True, max_bytes: int = MAX_BYTES) -> None:
+        self.enabled, self.left = enabled, max_bytes
         self.unreadable: dict[str, str] = {}
         self.left_out = 0
         self._encoded: dict[tuple[str, str], str | None] = {}
         self._drawn: dict[str, NDArray[np.uint8]] | None = None
 
     def of(self, table: ItemTable, row: int) -> str:
-        """The picture of a row, or a frame with the file's name."""
+        """The thumbnail of an item, or a frame with the name of its file."""
         if row >= len(table):
             return _frame("distractor")
         path = table.paths[row]
-        about = f"{path}, label {table.labels[row]}"
-        encoded = self._encode(table, path) if self.wanted else None
+        about = f"{path}, {table.caption(row)}"
+        encoded = self._encode(table, path) if self.enabled else None
         if encoded is None:
             return _frame(Path(path).name, about)
         if len(encoded) > self.left:
@@ -61,13 +62,13 @@ class Thumbnails:
         return f'<img src="{source}" alt="{text(about)}" title="{text(about)}">'
 
     def remarks(self) -> list[str]:
-        """What the reader of the page should know about pictures that are not there."""
-        found = [] if self.wanted else ["The page was made without pictures."]
+        """Remarks about pictures that are missing."""
+        found = [] if self.enabled else ["The page was made without pictures."]
         if self.unreadable:
             path, reason = next(iter(self.unreadable.items()))
-            found.append(f"{plural(len(self.unreadable), 'picture')} could not be read, the first is {path}: {reason}.")
+            found.append(f"{plural(len(self.unreadable), 'picture')} could not be read; the first is {path}: {reason}.")
         if self.left_out:
-            found.append(f"{plural(self.left_out, 'picture')} left out to keep the page small.")
+            found.append(f"{plural(self.left_out, 'picture')} omitted to keep the page small.")
         return found
 
     def _encode(self, table: ItemTable, path: str) -> str | None:
@@ -86,7 +87,7 @@ class Thumbnails:
         if table.name.startswith("glyphs/"):
             image: Image.Image = Image.fromarray(self._glyph(table.name, path))
         else:
-            # table.csv may come from anywhere: it shows nothing from outside its root
+            # table.csv may come from anywhere: nothing outside its root is shown
             complaint = path_complaint(path)
             if complaint:
                 raise ValueError(complaint)
@@ -106,7 +107,7 @@ class Thumbnails:
         return base64.b64encode(file.getvalue()).decode("ascii")
 
     def _glyph(self, name: str, path: str) -> NDArray[np.uint8]:
-        """The built-in characters are no files: they are drawn again."""
+        """The built-in glyphs are not files: they are drawn again."""
         if self._drawn is None:
             from rankgrad.data.readers import read
 
@@ -116,12 +117,12 @@ class Thumbnails:
                 drawn |= zip(split.paths, split.pixels, strict=True)
             self._drawn = drawn
         if path not in self._drawn:
-            raise ValueError(f"{name} has no such character")
+            raise ValueError(f"{name} has no such glyph")
         return self._drawn[path]
 
 
 def _small(image: "Image.Image") -> "Image.Image":
-    """Decoded, a JPEG no larger than a thumbnail needs."""
+    """Decoded, a JPEG at no more than the size that a thumbnail needs."""
     image.draft("RGB", (2 * SIDE, 2 * SIDE))
     return image.copy()
 
@@ -131,40 +132,42 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _frame(name: str, about: str | None = None) -> str:
-    return element("span", text(shortened(name, 18)), class_="frame", title=about)
+    return element("span", text(cut_middle(name, 18)), class_="frame", title=about)
 
 
 def nearest_of(evaluation: Evaluation, rows: Sequence[int], most: int = SHOWN) -> tuple[Index, NDArray[np.float32]] | str:
-    """[len(rows), k] neighbours of queries, by their position among the queries, and scores; or why there are none."""
+    """[len(rows), k] neighbours of queries, given by position, and their scores; or the reason why there are none."""
     kept = evaluation.queries.get("neighbours")
     if kept is not None and "scores" in evaluation.queries:
         return kept[list(rows), :most], evaluation.queries["scores"][list(rows), :most]
     if evaluation.protocol == "vehicleid-official":
-        return "The galleries of vehicleid-official are drawn at random ten times, so there is no one list of neighbours."
+        return "vehicleid-official draws several random galleries, so there is no single list of neighbours."
     table, index = evaluation.table, evaluation.index
     if table is None or index is None or evaluation.embeddings is None:
-        return "Neighbours need queries.npz, table.csv and embeddings.npy: test the run again with `rankgrad eval`."
+        return "Neighbours need queries.npz, table.csv and embeddings.npy: run `rankgrad eval` again."
     gallery = np.flatnonzero(table.is_gallery)
-    place = np.full(len(table), -1)
-    place[gallery] = np.arange(len(gallery))
-    asking = index[list(rows)]
+    gallery_row = np.full(len(table), -1)
+    gallery_row[gallery] = np.arange(len(gallery))
+    rows_of_queries = index[list(rows)]
     k = min(most, len(gallery) - 1)
     if k < 1:
-        return "There is nothing to be found: the gallery holds one image."
-    scores, found = neighbours(evaluation.embeddings[asking], evaluation.embeddings[gallery], k, place[asking])
+        return "The gallery has only one image."
+    scores, found = neighbours(
+        evaluation.embeddings[rows_of_queries], evaluation.embeddings[gallery], k, gallery_row[rows_of_queries]
+    )
     return gallery[found], scores
 
 
 def retrieval_row(
-    evaluation: Evaluation, query: int, near: Index, scores: NDArray[np.float32], pictures: Thumbnails, *, about: str
+    evaluation: Evaluation, query: int, near: Index, scores: NDArray[np.float32], thumbnails: Thumbnails, *, about: str
 ) -> str:
-    """A query and its neighbours, those of its class marked by colour and sign."""
-    asked = query_cell(evaluation, query, pictures, about)
-    return element("div", asked, answers(evaluation, query, near, scores, pictures), class_="found")
+    """A query and its neighbours, those of its class marked by colour and symbol."""
+    query_part = query_cell(evaluation, query, thumbnails, about)
+    return element("div", query_part, answers(evaluation, query, near, scores, thumbnails), class_="found")
 
 
-def query_cell(evaluation: Evaluation, query: int, pictures: Thumbnails, about: str) -> str:
-    """The picture of a query with its label."""
+def query_cell(evaluation: Evaluation, query: int, thumbnails: Thumbnails, about: str) -> str:
+    """The thumbnail of a query with its class."""
     table, index = evaluation.table, evaluation.index
     assert table is not None
     assert index is not None
@@ -172,15 +175,15 @@ def query_cell(evaluation: Evaluation, query: int, pictures: Thumbnails, about: 
     told = [part for part in (table.categories[row], *about.split(", ")) if part]
     return element(
         "div",
-        pictures.of(table, row),
-        element("b", text(shortened(table.caption(row), 26))),
-        *(element("small", text(shortened(part, 40))) for part in told),
+        thumbnails.of(table, row),
+        element("b", text(cut_middle(table.caption(row), 26))),
+        *(element("small", text(cut_middle(part, 40))) for part in told),
         class_="query",
     )
 
 
-def answers(evaluation: Evaluation, query: int, near: Index, scores: NDArray[np.float32], pictures: Thumbnails) -> str:
-    """The list of a query's neighbours, the best first."""
+def answers(evaluation: Evaluation, query: int, near: Index, scores: NDArray[np.float32], thumbnails: Thumbnails) -> str:
+    """The neighbours of a query, the nearest first."""
     table, index = evaluation.table, evaluation.index
     assert table is not None
     assert index is not None
@@ -191,7 +194,7 @@ def answers(evaluation: Evaluation, query: int, near: Index, scores: NDArray[np.
         right = None if evaluation.by_lists else row < len(table) and bool(table.classes[row] == own)
         kind, sign, word = {None: ("", "", ""), True: ("right", RIGHT, "right"), False: ("wrong", WRONG, "wrong")}[right]
         mark = element("i", sign, role="img", aria_label=word) if sign else ""
-        caption = element("span", mark, text(shortened(label, LABEL_LETTERS)))
+        caption = element("span", mark, text(cut_middle(label, LABEL_LETTERS)))
         cosine = element("small", f"{score:.3f}".replace("-", MINUS))
-        items.append(element("li", pictures.of(table, row), caption, cosine, class_=kind or None))
+        items.append(element("li", thumbnails.of(table, row), caption, cosine, class_=kind or None))
     return element("ol", *items)

@@ -9,9 +9,9 @@ from rankgrad.report.charts import LINE, Bar, Dot, Series, bars, histogram, line
 from rankgrad.report.comparison import column_of, differences, wins_and_losses
 from rankgrad.report.examples import confusions
 from rankgrad.report.learning_curves import thinned
-from rankgrad.report.markup import MINUS, NOTHING, number, shortened, signed
-from rankgrad.report.rank_statistics import bin_names, cut_offs, positives, share_found
-from rankgrad.report.retrieval_sections import in_the_plane
+from rankgrad.report.markup import MINUS, NOTHING, cut_middle, number, signed
+from rankgrad.report.rank_statistics import bin_names, cut_offs, hit_rates, rank_statistics
+from rankgrad.report.retrieval_sections import project
 from rankgrad.report.run_reader import read_runs
 from rankgrad.report.svg import BOTTOM, HEIGHT, TOP, WIDTH, Scale, log_ticks, round_ticks, span
 
@@ -48,7 +48,7 @@ def tested(request, tmp_path_factory):
 def test_ranks_of_all_relevant_items(tested):
     data, evaluation, _ = tested
     lists = ranks_by_hand(data, np.asarray(evaluation.embeddings))
-    found = positives(evaluation)
+    found = rank_statistics(evaluation)
     assert found.queries == found.of == len(lists)
     everywhere = [rank for each in lists for rank in each]
     at_best = [place for each in lists for place in range(1, len(each) + 1)]
@@ -67,15 +67,15 @@ def test_ranks_of_all_relevant_items(tested):
 
 def test_a_sample_is_part_of_the_whole_and_says_so(tested):
     _, evaluation, _ = tested
-    some, every = positives(evaluation, most=7), positives(evaluation)
+    some, every = rank_statistics(evaluation, most=7), rank_statistics(evaluation)
     assert (some.queries, some.of) == (7, every.of)
     padded = np.pad(some.ranks, (0, len(every.ranks) - len(some.ranks)))
     assert (padded <= every.ranks).all()
 
 
-def test_share_found_is_the_metric(tested):
+def test_hit_rates_are_the_metric(tested):
     _, evaluation, _ = tested
-    found = share_found(evaluation.first_rank, np.array([1, 2, 4]))
+    found = hit_rates(evaluation.first_rank, np.array([1, 2, 4]))
     np.testing.assert_allclose(found, [evaluation.metrics[f"R@{k}"] for k in (1, 2, 4)])
 
 
@@ -119,7 +119,9 @@ def test_confusions_are_the_wrong_first_answers(tested):
     ]
     assert mistakes == len(wrong) > 0
     assert within == sum(data.categories[q] == data.categories[a] for q, a in wrong)
-    counted = [sum({str(data.labels[q]), str(data.labels[a])} == set(pair.labels) for q, a in wrong) for pair in pairs]
+    counted = [
+        sum({f"class {data.labels[q]}", f"class {data.labels[a]}"} == set(pair.labels) for q, a in wrong) for pair in pairs
+    ]
     assert [pair.mistakes for pair in pairs] == counted
     assert sum(counted) == mistakes
     assert counted == sorted(counted, reverse=True)
@@ -148,18 +150,18 @@ def test_names_of_bins():
 def test_principal_components_are_those_of_the_unit_vectors():
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(20, 5)).astype(np.float32)
-    places, method = in_the_plane(vectors)
+    places, method = project(vectors)
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     centred = unit - unit.mean(axis=0)
     values, directions = np.linalg.eigh(centred.T @ centred)
     np.testing.assert_allclose(np.abs(places), np.abs(centred @ directions[:, [-1, -2]]), atol=1e-5)
-    assert method == f"two principal components, {100 * values[-2:].sum() / values.sum():.0f} % of the variance"
-    np.testing.assert_array_equal(in_the_plane(vectors)[0], places)
+    assert method == f"two principal components, {100 * values[-2:].sum() / values.sum():.0f}% of the variance"
+    np.testing.assert_array_equal(project(vectors)[0], places)
 
 
 @pytest.mark.parametrize("vectors", [np.ones((4, 3)), np.eye(3, 1) + 1, np.zeros((5, 2))], ids=["equal", "line", "zero"])
 def test_collapsed_embeddings_have_a_map_too(vectors):
-    places, _ = in_the_plane(vectors.astype(np.float32))
+    places, _ = project(vectors.astype(np.float32))
     assert places.shape == (len(vectors), 2)
     assert np.isfinite(places).all()
 
@@ -220,7 +222,7 @@ def test_higher_values_are_drawn_higher():
     assert points[0][1] > points[1][1] > points[2][1]
     assert points[1][0] - points[0][0] == pytest.approx(points[2][0] - points[1][0], abs=0.11)
     tips = [node.text() for node in tree.all("title")]
-    assert "k 10\n: 20.0 %" in tips
+    assert "k 10\n: 20.0%" in tips
 
 
 @pytest.mark.parametrize("at", [0.0, 0.5, 0.999])
@@ -272,5 +274,5 @@ def test_numbers_are_short():
         NOTHING,
     ]
     assert [signed(value) for value in (1.25, -0.04, -4.2)] == ["+1.2", "0.0", f"{MINUS}4.2"]
-    assert shortened("abcdefghij", 5) == "ab…ij"
-    assert shortened("abc", 5) == "abc"
+    assert cut_middle("abcdefghij", 5) == "ab…ij"
+    assert cut_middle("abc", 5) == "abc"
