@@ -2,8 +2,12 @@
 
 import importlib
 import re
+import subprocess
+import sys
 from importlib.metadata import version
+from subprocess import PIPE
 
+import fake_datasets
 import numpy as np
 import pytest
 import torch
@@ -64,7 +68,39 @@ def test_a_missing_extra_is_named(module, extra, monkeypatch, capsys):
 
     monkeypatch.setattr(demo, "main", verb)
     assert cli.main(["demo"]) == 1
-    assert f"pip install 'rankgrad[{extra}]'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(f"rankgrad demo: this needs {module}.inner. Install it with pip install")
+    assert f"pip install -e '.[{extra}]'" in error
+    assert f"pip install 'rankgrad[{extra}]'" in error
+
+
+def test_a_missing_package_with_a_message_of_its_own(monkeypatch, capsys):
+    def verb(arguments):
+        raise ModuleNotFoundError("--wandb pets needs the package wandb: pip install wandb", name="wandb")
+
+    monkeypatch.setattr(demo, "main", verb)
+    assert cli.main(["demo"]) == 1
+    assert capsys.readouterr().err == "rankgrad demo: --wandb pets needs the package wandb: pip install wandb\n"
+
+
+# argparse ignores that nobody reads its help
+@pytest.mark.parametrize(("arguments", "status"), [(["recipes"], 141), (["--help"], 0)])
+def test_a_closed_pipe_ends_the_command_quietly(arguments, status):
+    # a reader that leaves before anything is written, as `| head` does after its lines
+    code = f"import sys; sys.stdin.read(); from rankgrad.cli import main; sys.exit(main({arguments!r}))"
+    command = subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    command.stdout.close()
+    command.stdin.close()
+    assert command.stderr.read() == b""
+    command.stderr.close()
+    assert command.wait() == status
+
+
+def test_a_plan_takes_the_default_recipe(tmp_path, capsys):
+    data = fake_datasets.build("folder", tmp_path, classes=6, per_class=4)
+    arguments = ["--debug", "--device", "cpu", "--cache", "none"]
+    assert cli.main(["plan", "--data", str(data), *arguments]) == 0
+    assert capsys.readouterr().out.startswith("own-images-debug: ")
 
 
 def test_a_bug_is_not_mistaken_for_a_missing_extra(monkeypatch):
@@ -97,6 +133,7 @@ def test_a_bug_is_not_mistaken_for_a_missing_extra(monkeypatch):
             ["sweep", "glyphs-fastap", "--grid", "binz=1"],
             "rankgrad sweep: --grid: there is no setting 'binz': did you mean 'bins'?",
         ),
+        (["plan"], "rankgrad plan: own-images: the size of a batch depends on the data: give --data DIR or --batch-size N"),
         (["study", "omniglot", "--seeds", "x"], "rankgrad study: --seeds must be a number of seeds"),
     ],
 )
@@ -118,7 +155,6 @@ def test_a_mistake_is_answered_with_one_sentence(arguments, message, capsys):
         (["sweep", "glyphs-fastap"], "rankgrad sweep: the following arguments are required: --grid"),
         (["study", "omniglt"], "rankgrad study: there is no study 'omniglt': did you mean 'omniglot'?"),
         (["check-data", "sopp", "."], "rankgrad check-data: there is no data set 'sopp': did you mean 'sop'?"),
-        (["plan"], "rankgrad plan: name the recipe to plan"),
         (["protocols", "--all"], "rankgrad protocols: unknown flag --all"),
     ],
 )

@@ -59,6 +59,11 @@ def did_you_mean(name: str, known: Collection[str], *, otherwise: str | None = N
     return f"choose one of {', '.join(known)}" if otherwise is None else otherwise
 
 
+def install_hint(extra: str) -> str:
+    """How to install what an extra of pyproject.toml brings, from a clone or from the package index."""
+    return f"pip install -e '.[{extra}]' in a clone of rankgrad, or pip install 'rankgrad[{extra}]'"
+
+
 def shorten(value: object, width: int = 80) -> str:
     """A value as Python writes it, on one line and cut to `width` characters."""
     text = repr(value)

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from rankgrad.cli.parser import Parser, add_settings, changed_settings, in_flags
+from rankgrad.cli.parser import Parser, add_settings, changed_settings, in_flags, without_caller
 from rankgrad.data.preprocessing import Crop
 from rankgrad.data.readers import READERS
 from rankgrad.detection.detection_recipe import DetectionRecipe
@@ -155,6 +155,23 @@ def test_a_wrong_value_names_its_setting(arguments, message):
 )
 def test_a_command_names_settings_as_flags(message, wanted):
     assert in_flags(message, settings_of(RetrievalRecipe)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        ("build_model: weights must be", "weights must be"),
+        ("TrainSettings: lr must be", "lr must be"),
+        ("evaluate: labels must be", "labels must be"),
+        ("folder: /data does not exist", "folder: /data does not exist"),
+        ("sop-recall-at-k: no", "sop-recall-at-k: no"),
+        ("RANKGRAD_CACHE: no", "RANKGRAD_CACHE: no"),
+        ("/a/b: no", "/a/b: no"),
+        ("a sentence", "a sentence"),
+    ],
+)
+def test_a_command_does_not_name_functions_of_the_library(message, wanted):
+    assert without_caller(message) == wanted
 
 
 def test_registries_and_literal_types_are_the_choices():

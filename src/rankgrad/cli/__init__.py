@@ -1,6 +1,7 @@
 """The `rankgrad` command: a table of verbs."""
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from rankgrad._messages import did_you_mean
+from rankgrad._messages import did_you_mean, install_hint
 
 # which extra of pyproject.toml brings a module that `import rankgrad` does without
 EXTRA_OF = {
@@ -30,6 +31,9 @@ EXTRA_OF = {
     "tqdm": "train",
     "uvicorn": "search",
 }
+
+# what a shell reports for a command ended by Ctrl-C, and for one whose reader has gone
+INTERRUPTED, CLOSED_PIPE = 130, 141
 
 # shows where an error came from, for whoever wants to report it
 TRACEBACK = "--traceback"
@@ -75,26 +79,44 @@ VERBS: Mapping[str, Verb] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the `rankgrad` command."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            # now, and not when the interpreter ends, which would print a traceback for a closed pipe
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # whoever read our output, `head` for instance, has seen enough
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+
+
+def _run(arguments: list[str]) -> int:
     whole = TRACEBACK in arguments
     arguments = [argument for argument in arguments if argument != TRACEBACK]
+    command = " ".join(["rankgrad", *arguments[:1]])
     try:
         return call_verb(VERBS, arguments, command="rankgrad", version=f"rankgrad {_version()}")
     except ModuleNotFoundError as error:
-        extra = EXTRA_OF.get((error.name or "").partition(".")[0])
-        if extra is None:
-            raise
-        print(f"rankgrad: this needs {error.name}: pip install 'rankgrad[{extra}]'", file=sys.stderr)
+        message = str(error)
+        if message.startswith("No module named"):
+            extra = EXTRA_OF.get((error.name or "").partition(".")[0])
+            if extra is None:
+                raise
+            message = f"this needs {error.name}. Install it with {install_hint(extra)}"
+        print(f"{command}: {message}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, RuntimeError) as error:
         if whole or not _is_for_the_user(error):
             raise
         from rankgrad.cli.launch import tell
 
-        return tell(" ".join(["rankgrad", *arguments[:1]]), _in_flags(error))
+        return tell(command, _for_the_command_line(error))
     except KeyboardInterrupt:
-        # what a shell reports for a command ended by Ctrl-C
-        return 130
+        return INTERRUPTED
 
 
 def call_verb(verbs: Mapping[str, Verb], arguments: list[str], *, command: str, version: str = "") -> int:
@@ -115,14 +137,14 @@ def call_verb(verbs: Mapping[str, Verb], arguments: list[str], *, command: str, 
     return verbs[chosen.verb](chosen.rest)
 
 
-def _in_flags(error: Exception) -> Exception:
-    """The same error, whose message names settings as flags."""
-    from rankgrad.cli.parser import in_flags
+def _for_the_command_line(error: Exception) -> Exception:
+    """The same error, whose message names settings as flags and no function of the library."""
+    from rankgrad.cli.parser import in_flags, without_caller
     from rankgrad.detection.detection_recipe import DetectionRecipe
     from rankgrad.runs.recipe import settings_of
     from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
-    text = in_flags(str(error), {**settings_of(RetrievalRecipe), **settings_of(DetectionRecipe)})
+    text = in_flags(without_caller(str(error)), {**settings_of(RetrievalRecipe), **settings_of(DetectionRecipe)})
     if text != str(error):
         error.args = (text,)
     return error

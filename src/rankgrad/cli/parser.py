@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+import rankgrad
 from rankgrad.runs.recipe import Recipe, flag_of, format_value, settings_of
 
 QUOTES = "'\""
@@ -80,6 +81,13 @@ def changed_settings(parsed: argparse.Namespace, kind: type[Recipe]) -> dict[str
     known = settings_of(kind)
     given = {name: value for name, value in vars(parsed).items() if name in known}
     return {name: value if isinstance(value, bool) else known[name].parse(value) for name, value in given.items()}
+
+
+def without_caller(message: str) -> str:
+    """`message` without the name of the function or class of the library that it begins with."""
+    name, colon, rest = message.partition(": ")
+    is_name = name.isidentifier() and not name.isupper() and ("_" in name or not name.islower() or hasattr(rankgrad, name))
+    return rest if colon and is_name else message
 
 
 def in_flags(message: str, settings: Collection[str]) -> str:

@@ -109,8 +109,6 @@ def plan(arguments: Sequence[str]) -> int:
 
     parser = _recipe_parser("rankgrad plan", "Measure a step of a recipe on this machine: time, memory, chunk size.", arguments)
     given = parser.parse(arguments)
-    if not given.recipe:
-        parser.error("name the recipe to plan; `rankgrad recipes` lists them")
     recipe = _chosen(given, changed_settings(given, RetrievalRecipe))
     print(f"{recipe.name}: {recipe.what}\n{step_cost_of(RetrievalTask(recipe, _place(given)))}")
     return 0

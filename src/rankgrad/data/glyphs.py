@@ -26,6 +26,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from rankgrad._messages import install_hint
+
 Split: TypeAlias = Literal["train", "test"]
 Pixels: TypeAlias = NDArray[np.uint8]
 Font: TypeAlias = int
@@ -271,7 +273,7 @@ def _font_paths() -> tuple[Path, ...]:
     if missing:
         raise ModuleNotFoundError(
             f"load_glyphs draws with matplotlib's fonts and Pillow, missing: {', '.join(missing)}. "
-            "Install them with: pip install 'rankgrad[glyphs]'",
+            f"Install them with {install_hint('glyphs')}",
             name=missing[0],
         )
     import matplotlib as mpl

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rankgrad._messages import did_you_mean, shorten
+from rankgrad._messages import did_you_mean, install_hint, shorten
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5)
@@ -331,7 +331,7 @@ def _is_reachable(address: str) -> bool:
 def _require(package: str, trunk: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(
-            f"build_model: trunk {trunk!r} needs {package}, which is missing. Install it with: pip install 'rankgrad[train]'",
+            f"build_model: trunk {trunk!r} needs {package}, which is missing. Install it with {install_hint('train')}",
             name=package,
         )
 

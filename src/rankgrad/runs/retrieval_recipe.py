@@ -83,8 +83,16 @@ class RetrievalRecipe(Recipe):
         5, "batches of each pair of categories in an epoch (category-hard)", group="batches", least=1
     )
 
-    trunk: str = setting("resnet50", f"one of {', '.join(trunk_names())}, or the name of a timm model", group="model")
-    weights: str = setting("default", "'default': the published weights of the trunk; 'none': random; or a file", group="model")
+    trunk: str = setting(
+        "resnet50",
+        f"one of {', '.join(trunk_names())}; a timm model by name or folder; or package.module:factory",
+        group="model",
+    )
+    weights: str = setting(
+        "default",
+        "'default': the published weights of the trunk; 'none': random; or a file, or the folder of a run",
+        group="model",
+    )
     pool: Pool = setting(
         "auto", "pooling of the trunk's features; 'auto': the class token where there is one, else gem", group="model"
     )
