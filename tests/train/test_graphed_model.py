@@ -1,7 +1,14 @@
-"""The pass over a batch is recorded where that is safe, and replays give the gradients of the plain pass."""
+"""Passes over chunks are recorded where that is safe, and replays give the gradients of the plain passes."""
 
 import copy
+import gc
+import subprocess
+import sys
+import threading
 import warnings
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,8 +16,10 @@ from torch import nn
 from train.tiny_loop import Vectors, network
 
 import rankgrad as rg
+from rankgrad.train import train_step
 from rankgrad.train.errors import TrainingError
 from rankgrad.train.graphed_model import GraphedModel
+from rankgrad.train.large_batch import LargeBatch
 from rankgrad.train.loop import fit
 from rankgrad.train.settings import TrainSettings
 from rankgrad.train.train_step import TrainStep
@@ -20,162 +29,255 @@ ROUNDING = 2e-2  # of 16 bits; convolutions may take other algorithms while they
 STREAMS = "The AccumulateGrad node's stream does not match the stream of the node that produced the incoming gradient."
 
 
-class OnGPU(torch.Tensor):
-    """Says so."""
+class FakeRecorder:
+    """A recorder without a GPU: a replay calls the function again, and is counted."""
 
-    is_cuda = True
+    replays = 0
+    modes: ClassVar[list[str]] = []
+    errors: ClassVar[list[Exception]] = []
+    warning = STREAMS
 
+    def __init__(self, device, mode):
+        FakeRecorder.modes.append(mode)
 
-class Recorder:
-    """`torch.cuda.make_graphed_callables` without a GPU: a replay is the plain pass, and is counted."""
+    def warm_up(self, call):
+        for _ in range(3):
+            call()
 
-    def __init__(self):
-        self.samples, self.regions, self.replays, self.trouble, self.warning = [], [], 0, None, STREAMS
-        self.with_gradients = []
-        self.passes = 0  # before anything is recorded
-
-    def __call__(self, model, sample_args, *, allow_unused_input):
-        plain = model.forward
-        for _ in range(self.passes):
-            plain(*sample_args)
-
-        def forward(batch):
-            self.replays += 1
-            return plain(batch)
-
-        model.forward = forward
+    def record(self, call):
+        assert not gc.isenabled()
+        assert not torch.is_autocast_enabled("cpu")
         warnings.warn(self.warning, stacklevel=2)
-        if self.trouble is not None:
-            raise self.trouble
-        self.samples += sample_args
-        self.with_gradients.append(torch.is_grad_enabled())
-        enabled = torch.is_autocast_enabled("cuda")
-        self.regions.append((torch.get_autocast_dtype("cuda") if enabled else None, torch.is_autocast_cache_enabled()))
-        return model
+        if FakeRecorder.errors:
+            raise FakeRecorder.errors.pop(0)
+        call()
+
+        def replay():
+            FakeRecorder.replays += 1
+            call()
+
+        return replay
 
 
 @pytest.fixture
 def recorder(monkeypatch):
-    recorder = Recorder()
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", recorder)
-    return recorder
+    monkeypatch.setattr(FakeRecorder, "replays", 0)
+    monkeypatch.setattr(FakeRecorder, "modes", [])
+    monkeypatch.setattr(FakeRecorder, "errors", [])
+    return FakeRecorder
 
 
 class Network(nn.Module):
-    """Takes images of any type."""
+    """Takes images of any type, draws twice, counts its passes; one layer is never used."""
 
     def __init__(self, *layers):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 2), *layers)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4), *layers)
+        self.unused = nn.Linear(2, 2)
+        self.passes = 0
 
     def forward(self, images):
+        self.passes += 1
         return self.layers(images.float())
 
 
-def on_gpu(*shape, dtype=torch.float32):
-    return torch.ones(shape, dtype=dtype).as_subclass(OnGPU)
+def problem(items=22):
+    torch.manual_seed(0)
+    return Network().train(), torch.randn(items, 6), torch.randint(5, (items,))
 
 
-def after_two_steps(model, images=None):
-    graphed = GraphedModel(model, None)
-    said = [graphed.before_step(on_gpu(4, 3) if images is None else images, whole=True) for _ in range(2)]
-    assert said == [None, None]
-    return graphed
+def large(model, keep, chunk_size=4):
+    return LargeBatch(model, rg.FastAPLoss(), chunk_size, keep)
 
 
-def test_the_second_step_is_recorded_and_no_other(recorder):
-    graphed = GraphedModel(Network(), None)
-    recorded = []
-    for _ in range(4):
-        assert graphed.before_step(on_gpu(4, 3), whole=True) is None
-        graphed.model(on_gpu(4, 3))
-        recorded.append((len(recorder.samples), recorder.replays))
-    assert recorded == [(0, 0), (1, 1), (1, 2), (1, 3)]
+def graphs_of(model, autocast=None):
+    return GraphedModel(model, autocast, FakeRecorder)
+
+
+def gradients_of_step(step, images, labels, seed=3):
+    for parameter in step.model.parameters():
+        parameter.grad = None
+    torch.manual_seed(seed)
+    loss = step(images, labels)
+    return loss, {name: p.grad.clone() for name, p in step.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("keep", [0, 2, 5, 99])
+def test_gradients_are_those_of_the_plain_passes(recorder, keep):
+    model, images, labels = problem()
+    expected_loss, expected = gradients_of_step(large(model, keep), images, labels)
+    step = large(model, keep)
+    assert step.record(graphs_of(model), images, labels) is None
+    for _ in range(2):
+        passes = model.passes
+        recorder.replays = 0
+        loss, found = gradients_of_step(step, images, labels)
+        assert torch.equal(loss, expected_loss)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
+        # five chunks of 4 are recorded; the last one has 2 images
+        kept = min(keep, 5)
+        assert recorder.replays == 2 * 5
+        repeated = 2 if keep < 6 else 1
+        assert model.passes - passes == kept + 2 * (5 - kept) + repeated
+
+
+def test_gradients_are_added_to_those_that_are_there(recorder):
+    model, images, labels = problem(20)
+    step = large(model, 2)
+    step.record(graphs_of(model), images, labels)
+    _, once = gradients_of_step(step, images, labels)
+    torch.manual_seed(3)
+    step(images, labels)
+    for name, parameter in model.named_parameters():
+        if name in once:
+            torch.testing.assert_close(parameter.grad, 2 * once[name])
+
+
+def test_a_whole_batch_is_one_kept_chunk(recorder):
+    model, images, labels = problem()
+    step = large(model, "auto", chunk_size=0)
+    graphs = graphs_of(model)
+    assert step.record(graphs, images, labels) is None
+    assert graphs.num_kept == 1
+    gradients_of_step(step, images, labels)
+    assert recorder.replays == 2
+
+
+def test_a_replay_sees_the_weights_of_its_step(recorder):
+    model, images, labels = problem(20)
+    plain = copy.deepcopy(model)
+    steps = [large(model, 3), large(plain, 3)]
+    steps[0].record(graphs_of(model), images, labels)
+    optimizers = [torch.optim.Adam(step.model.parameters(), lr=0.1) for step in steps]
+    for seed in range(4):
+        found = [gradients_of_step(step, images, labels, seed)[1] for step in steps]
+        for name in found[0]:
+            torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def test_what_is_recorded_reads_memory_of_its_own(recorder):
-    images = on_gpu(4, 3)
-    after_two_steps(Network(), images)
-    assert torch.equal(recorder.samples[0], images)
-    assert recorder.samples[0].data_ptr() != images.data_ptr()
+    model, images, _ = problem(4)
+    graphs = graphs_of(model)
+    graphs.record(images, kept=1, others=True)
+    for each in (*graphs._kept, graphs._embed, graphs._repeat):
+        assert torch.equal(each.images, images)
+        assert each.images.data_ptr() != images.data_ptr()
 
 
-@pytest.mark.parametrize(
-    ("images", "whole"),
-    [(on_gpu(4, 3), False), ((on_gpu(4, 3),), True), ({"images": on_gpu(4, 3)}, True), (torch.ones(4, 3), True)],
-    ids=["in chunks", "tuple", "dict", "on the CPU"],
-)
-def test_other_batches_are_not_recorded(recorder, images, whole):
-    model = Network()
-    graphed = GraphedModel(model, None)
-    assert [graphed.before_step(images, whole=whole) for _ in range(3)] == [None] * 3
-    assert not recorder.samples
-    assert "forward" not in vars(model)
+def test_other_batches_and_modes_run_as_usual(recorder):
+    model, images, labels = problem(20)
+    step = large(model, 1)
+    step.record(graphs_of(model), images, labels)
+    gradients_of_step(step, images.double(), labels)
+    gradients_of_step(step, images[:3], labels[:3])
+    model.eval()
+    gradients_of_step(step, images, labels)
+    assert recorder.replays == 0
+    model.train()
+    gradients_of_step(step, images, labels)
+    assert recorder.replays > 0
 
 
 def test_passes_of_the_recording_leave_no_trace_in_statistics(recorder):
-    norm = nn.BatchNorm1d(2)
-    before = copy.deepcopy(norm.state_dict())
-    recorder.passes = 3
-    after_two_steps(Network(norm))
-    assert len(recorder.samples) == 1
-    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
+    model = Network(nn.BatchNorm1d(4)).train()
+    before = copy.deepcopy(model.state_dict())
+    graphs = graphs_of(model)
+    assert graphs.record(torch.randn(4, 6), kept=1, others=False) is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, AssertionError])
-def test_trouble_is_told_in_one_line_and_the_network_runs_as_usual(recorder, monkeypatch, kind):
-    forgotten = []
-    monkeypatch.setattr("rankgrad.train.graphed_model.forget_failed_capture", forgotten.append)
-    model, images = Network(), on_gpu(4, 3)
-    model.register_buffer("anchor", torch.ones(2, requires_grad=True))  # which torch refuses to record
-    recorder.trouble = kind("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
-    graphed = GraphedModel(model, None)
-    said = [graphed.before_step(images, whole=True) for _ in range(3)]
-    assert said == [None, "operation not permitted when stream is capturing", None]
-    assert forgotten == [images.device]
-    assert model(images).shape == (4, 2)
+def test_recording_is_tried_twice_and_the_reason_is_told_in_one_line(recorder, kind):
+    model, images, labels = problem(20)
+    error = kind("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
+    step = large(model, 1)
+    FakeRecorder.errors = [error]
+    assert step.record(graphs_of(model), images, labels) is None
+    assert recorder.modes == ["thread_local", "relaxed"]
+    FakeRecorder.errors = [error, error]
+    assert step.record(graphs_of(model), images, labels) == "operation not permitted when stream is capturing"
+    recorder.replays = 0
+    gradients_of_step(step, images, labels)
+    assert recorder.replays == 0
+    assert gc.isenabled()
+
+
+def test_too_little_memory_keeps_fewer_chunks(recorder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    model, images, labels = problem(20)
+    step, graphs = large(model, 5), graphs_of(model)
+    FakeRecorder.errors = [torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError("no memory")]
+    assert step.record(graphs, images, labels) is None
+    assert graphs.num_kept == 1, "5, then 2, then 1"
+    FakeRecorder.errors = [torch.OutOfMemoryError("no memory")] * 9
+    assert large(model, 5).record(graphs_of(model), images, labels) == "no memory"
+    FakeRecorder.errors = []
+
+
+def test_a_model_with_hooks_is_not_recorded(recorder):
+    model, images, labels = problem(20)
+    model.register_forward_hook(lambda module, args, output: None)
+    assert "hooks" in large(model, 1).record(graphs_of(model), images, labels)
+    assert recorder.modes == []
+
+
+def test_running_eagerly_again(recorder):
+    model, images, labels = problem(20)
+    step = large(model, 1)
+    step.record(graphs_of(model), images, labels)
+    assert step.run_eagerly()
+    assert not step.run_eagerly()
+    gradients_of_step(step, images, labels)
     assert recorder.replays == 0
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [on_gpu(5, 3), on_gpu(4, 1, 3), on_gpu(4, 3, dtype=torch.uint8), torch.ones(4, 3)],
-    ids=["longer", "deeper", "bytes", "on the CPU"],
-)
-def test_batches_unlike_the_recorded_one_are_not_replayed(recorder, batch):
-    model = Network()
-    after_two_steps(model)
-    assert model(batch).shape == (*batch.shape[:-1], 2)
+@pytest.mark.parametrize("errors", [0, 2])
+def test_a_step_is_recorded_before_the_second_one_and_a_failure_is_told_with_its_reason(recorder, monkeypatch, errors):
+    monkeypatch.setattr(train_step, "GraphedModel", partial(GraphedModel, make_recorder=FakeRecorder))
+    FakeRecorder.errors = [RuntimeError("a layer synchronises\nand more")] * errors
+    model, said, replays = network(), [], []
+    batches = list(Vectors().iterate(0))
+    step = TrainStep(model, rg.FastAPLoss(), TrainSettings(steps=3), None, steps_per_epoch=5, device=torch.device("cpu"))
+    step._use_graphs = True
+    step.train()
+    for i, indices, images, labels in batches[:3]:
+        step(i, i, indices, images, labels, warn=said.append)
+        replays.append(recorder.replays)
+    assert replays == ([0, 0, 0] if errors else [0, 2, 4])
+    reason = "the model could not be recorded as CUDA graphs and runs layer by layer: a layer synchronises"
+    assert said == ([reason] if errors else [])
+    step.release()
+
+
+def test_releasing_drops_the_graphs_of_model_and_loss(recorder):
+    cleared = []
+
+    class Loss(nn.Module):
+        def forward(self, embeddings, labels):
+            return embeddings.square().mean()
+
+        def clear_graphs(self):
+            cleared.append(self)
+
+    model, images, labels = problem(20)
+    step = TrainStep(model, Loss(), TrainSettings(steps=3), None, steps_per_epoch=5, device=torch.device("cpu"))
+    step._large.record(graphs_of(model), images, labels)
+    step.release()
+    assert len(cleared) == 1
+    recorder.replays = 0
+    gradients_of_step(step._large, images, labels)
     assert recorder.replays == 0
-    model(on_gpu(4, 3))
-    assert recorder.replays == 1
-
-
-def test_only_training_passes_are_replayed(recorder):
-    model = Network()
-    after_two_steps(model)
-    with torch.no_grad():
-        model(on_gpu(4, 3))
-    model.eval()(on_gpu(4, 3))
-    assert recorder.replays == 0
-    model.train()(on_gpu(4, 3))
-    assert recorder.replays == 1
-
-
-def test_giving_up_brings_the_plain_pass_back(recorder):
-    model = Network()
-    graphed = after_two_steps(model)
-    graphed.release()
-    assert model(on_gpu(4, 3)).shape == (4, 2)
-    assert recorder.replays == 0
-    assert "forward" not in vars(model)
-    graphed.release()  # as a second lack of memory does
 
 
 @pytest.mark.parametrize("ends", ["well", "badly"])
-def test_training_leaves_the_model_as_it_was_handed_in(tmp_path, monkeypatch, ends):
+def test_a_finished_run_releases_what_it_recorded(tmp_path, monkeypatch, ends):
     released = []
-    monkeypatch.setattr(TrainStep, "release", lambda stepper: released.append(stepper.model))
+    monkeypatch.setattr(TrainStep, "release", lambda step: released.append(step.model))
     model, settings = network(), TrainSettings(steps=3)
     if ends == "well":
         fit(model, rg.RecallAtKLoss(), Vectors(), settings, tmp_path, device="cpu")
@@ -185,35 +287,22 @@ def test_training_leaves_the_model_as_it_was_handed_in(tmp_path, monkeypatch, en
     assert released == [model]
 
 
-def test_giving_up_leaves_a_pass_that_was_there_before(recorder):
-    model = Network()
-    own = model.forward = lambda images: images.sum()
-    after_two_steps(model).release()
-    assert model.forward is own
+def test_casts_of_weights_are_made_inside_what_is_recorded(recorder):
+    model, images, labels = problem(20)
+    seen = []
+    model.layers[0].register_forward_hook(
+        lambda module, args, output: seen.append((output.dtype, torch.is_autocast_cache_enabled()))
+    )
+    step = LargeBatch(model, rg.FastAPLoss(), 4, 2, autocast=torch.bfloat16)
+    assert step.record(graphs_of(model, torch.bfloat16), images, labels) is None
+    assert set(seen) == {(torch.bfloat16, False)}
 
 
-def test_gradients_are_recorded_also_where_they_are_off(recorder):
-    with torch.no_grad():
-        after_two_steps(Network())
-    assert recorder.with_gradients == [True]
-
-
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_casts_of_weights_are_made_anew_in_what_is_recorded(recorder, monkeypatch, autocast):
-    # autocast has no CUDA region where there is no GPU
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    graphed = GraphedModel(Network(), autocast)
-    for _ in range(2):
-        graphed.before_step(on_gpu(4, 3), whole=True)
-    assert recorder.regions == [(autocast, False)]
-    assert torch.is_autocast_cache_enabled()
-
-
-def test_other_warnings_of_recording_are_heard(recorder):
-    recorder.warning = "The CUDA Graph is empty"
+def test_other_warnings_of_recording_are_heard(recorder, monkeypatch):
+    monkeypatch.setattr(FakeRecorder, "warning", "The CUDA Graph is empty")
+    model, images, labels = problem(20)
     with pytest.warns(UserWarning, match="Graph is empty"):
-        after_two_steps(Network())
+        large(model, 1).record(graphs_of(model), images, labels)
 
 
 class Convolutions(nn.Module):
@@ -237,57 +326,60 @@ class Convolutions(nn.Module):
         return self.head(self.trunk(images).mean((2, 3)))
 
 
-def gradients(model, images, autocast=None):
-    """Copies: those of a replay are in memory that the next one overwrites."""
-    model.zero_grad()
-    with torch.autocast("cuda", dtype=autocast, enabled=autocast is not None):
-        embeddings = model(images)
-    assert embeddings.dtype == (autocast or torch.float32)
-    embeddings.float().square().mean().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def differences(found, wanted):
     assert found.keys() == wanted.keys()
     return [float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted]
 
 
-def two_alike(network):
+def square(embeddings, labels):
+    return embeddings.float().square().mean()
+
+
+def two_alike(make):
     torch.manual_seed(0)
-    model = network().cuda().train()
+    model = make().cuda().train()
     return model, copy.deepcopy(model)
 
 
 @needs_gpu
+@pytest.mark.parametrize("keep", [0, 2, 4])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_replayed_gradients_are_those_of_the_plain_pass(autocast):
+def test_on_a_gpu_replays_give_the_gradients_of_the_plain_passes(autocast, keep):
     model, plain = two_alike(Convolutions)
-    graphed = GraphedModel(model, autocast)
-    for step in range(5):
-        images = torch.randn(16, 3, 12, 12, device="cuda") + step
-        assert graphed.before_step(images, whole=True) is None
+    steps = [LargeBatch(each, square, 4, keep, autocast) for each in (model, plain)]
+    labels = torch.zeros(16, dtype=torch.long, device="cuda")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for i in range(6):
+        images = torch.randn(16, 3, 12, 12, device="cuda") + i
+        if i == 1:
+            assert steps[0].record(GraphedModel(model, autocast), images, labels) is None
         passes = model.passes
-        found = gradients(model, images, autocast)
-        assert model.passes == passes + (step == 0), "from the second step on, no layer is run from Python"
-        assert max(differences(found, gradients(plain, images, autocast))) < ROUNDING
+        found, wanted = (gradients_of_step(step, images, labels)[1] for step in steps)
+        assert (model.passes == passes) == (i >= 1), "no layer is run from Python"
+        assert max(differences(found, wanted)) < ROUNDING
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+class Drawing(Convolutions):
+    def __init__(self):
+        super().__init__()
+        self.trunk.append(nn.Dropout(0.5))
 
 
 @needs_gpu
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_a_replay_sees_the_weights_of_its_step(autocast):
-    model, plain = two_alike(Convolutions)
-    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in (model, plain)]
-    graphed = GraphedModel(model, autocast)
-    images = torch.randn(16, 3, 12, 12, device="cuda") + 1
-    seen = []
-    for _ in range(5):
-        assert graphed.before_step(images, whole=True) is None
-        seen.append(gradients(model, images, autocast))
-        assert max(differences(seen[-1], gradients(plain, images, autocast))) < ROUNDING
-        for optimizer in optimizers:
-            optimizer.step()
-    # the weights that were recorded, those of the second step, would have given these
-    assert min(differences(seen[-1], seen[1])) > 2 * ROUNDING
+@pytest.mark.parametrize("keep", [0, 2])
+def test_on_a_gpu_random_layers_draw_the_same_in_both_passes(keep):
+    model, _ = two_alike(Drawing)
+    labels = torch.zeros(16, dtype=torch.long, device="cuda")
+    images = torch.randn(16, 3, 12, 12, device="cuda")
+    step = LargeBatch(model, square, 4, keep)
+    _, wanted = gradients_of_step(step, images, labels)
+    assert step.record(GraphedModel(model, None), images, labels) is None
+    found = [gradients_of_step(step, images, labels, seed)[1] for seed in (3, 3, 4)]
+    assert max(differences(found[0], found[1])) < 1e-5
+    assert max(differences(found[0], wanted)) < ROUNDING
+    assert max(differences(found[2], wanted)) > ROUNDING
 
 
 class Live(Convolutions):
@@ -297,20 +389,23 @@ class Live(Convolutions):
 
 
 @needs_gpu
-def test_live_batch_norm_counts_every_step_once():
+def test_on_a_gpu_live_batch_norm_counts_every_step_once():
     model, plain = two_alike(Live)
-    graphed = GraphedModel(model, None)
-    for step in range(5):
-        images = torch.randn(16, 3, 12, 12, device="cuda") + step
-        assert graphed.before_step(images, whole=True) is None
-        assert max(differences(gradients(model, images), gradients(plain, images))) < ROUNDING
+    steps = [LargeBatch(each, square, 0) for each in (model, plain)]
+    labels = torch.zeros(16, dtype=torch.long, device="cuda")
+    for i in range(5):
+        images = torch.randn(16, 3, 12, 12, device="cuda") + i
+        if i == 1:
+            assert steps[0].record(GraphedModel(model, None), images, labels) is None
+        found, wanted = (gradients_of_step(step, images, labels)[1] for step in steps)
+        assert max(differences(found, wanted)) < ROUNDING
     assert int(model.trunk[1].num_batches_tracked) == 5
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(getattr(model.trunk[1], name), getattr(plain.trunk[1], name), rtol=1e-3, atol=1e-3)
 
 
 class Waiting(nn.Module):
-    """Asks for a number in the middle of its pass, and draws."""
+    """Reads a number in the middle of its pass, and draws."""
 
     def __init__(self):
         super().__init__()
@@ -322,17 +417,50 @@ class Waiting(nn.Module):
 
 
 @needs_gpu
-def test_a_network_that_waits_for_the_device_goes_on_without_graphs():
+def test_on_a_gpu_a_model_that_synchronises_goes_on_without_graphs():
     model, plain = two_alike(Waiting)
-    graphed = GraphedModel(model, None)
-    images = torch.randn(16, 3, device="cuda")
-    said = []
-    for step in range(3):
-        said.append(graphed.before_step(images, whole=True))
-        torch.manual_seed(step)
-        found = gradients(model, images)
-        torch.manual_seed(step)
-        assert max(differences(found, gradients(plain, images))) < ROUNDING
-    assert said[0] is said[2] is None
-    assert said[1]
-    assert "\n" not in said[1]
+    steps = [LargeBatch(each, square, 0) for each in (model, plain)]
+    images, labels = torch.randn(16, 3, device="cuda"), torch.zeros(16, dtype=torch.long, device="cuda")
+    reason = steps[0].record(GraphedModel(model, None), images, labels)
+    assert reason
+    assert "\n" not in reason
+    found, wanted = (gradients_of_step(step, images, labels)[1] for step in steps)
+    assert max(differences(found, wanted)) < ROUNDING
+
+
+@needs_gpu
+def test_on_a_gpu_another_thread_may_pin_memory_during_a_capture():
+    model, _ = two_alike(Convolutions)
+    images, labels = torch.randn(16, 3, 12, 12, device="cuda"), torch.zeros(16, dtype=torch.long, device="cuda")
+    stop = threading.Event()
+
+    def load():
+        size = 2**20
+        while not stop.is_set():
+            size += 2**18  # a size that the allocator does not have
+            torch.empty(size % 2**26, dtype=torch.uint8).pin_memory().to("cuda", non_blocking=True)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        for _ in range(5):
+            graphs = GraphedModel(model, torch.bfloat16)
+            step = LargeBatch(model, square, 4, 2, torch.bfloat16)
+            assert step.record(graphs, images, labels) is None
+            assert graphs.num_kept == 2
+    finally:
+        stop.set()
+        thread.join()
+
+
+FIRST_RUN = Path(__file__).with_name("first_run.py")
+
+
+@needs_gpu
+@pytest.mark.parametrize(("size", "chunk_size"), [(112, 0), (160, 0), (224, 100)])
+def test_on_a_gpu_the_first_run_of_a_process_records_lite0_and_runs_leave_no_memory(size, chunk_size):
+    """Twelve runs one after the other: no warning in any, and as much memory after the last as after the first."""
+    pytest.importorskip("timm")
+    command = [sys.executable, str(FIRST_RUN), str(size), str(chunk_size)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -66,6 +66,12 @@ class ActivationBudget:
     def record(self, signature: Hashable, probe: "MemoryProbe") -> None:
         self._measured[signature] = (probe.needed(), probe.graph)
 
+    def limit(self, most: int) -> None:
+        """Keeps at most this many chunks from now on."""
+        if self.keep != "auto":
+            self.keep = min(self.keep, most)
+        self._decided = {signature: min(count, most) for signature, count in self._decided.items()}
+
     def keep_none(self) -> bool:
         """Keeps nothing from now on; False where nothing was kept except for measuring."""
         kept = self.keep > 0 if self.keep != "auto" else any(count > 1 for count in self._decided.values())

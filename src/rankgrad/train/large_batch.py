@@ -1,16 +1,17 @@
-"""Gradients of batches that do not fit in memory: multistage back-propagation for any module and any loss.
+"""Gradients of batches that do not fit in memory: multistage backpropagation for any model and any loss.
 
     step = LargeBatch(model, loss, chunk_size=200)
     step(images, labels)        # the gradients of the whole batch are now in model.parameters()
 
-A rank loss needs all embeddings of the batch at once but the activations of none of them. So: embed the batch in chunks
-without a graph, take the loss and its gradient with respect to the embeddings on the whole batch, then run each chunk once
-more with a graph and send its rows of that gradient through it.
+A rank loss needs all embeddings of the batch at once, but no activations. So embed the batch in chunks without an autograd
+graph, compute the loss and its gradient with respect to the embeddings on the whole batch, then run each chunk once more with a
+graph and backpropagate its rows of that gradient.
 """
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from rankgrad.train.gradient_check import CheckReport, GradientCheck, live_batch
 from rankgrad.train.processes import ALONE, Processes
 from rankgrad.train.sharding import is_distributed, is_sharded
 from rankgrad.train.snapshot import RngSnapshot
+
+if TYPE_CHECKING:
+    from rankgrad.train.graphed_model import GraphedModel
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Scale: TypeAlias = float | Callable[[Tensor], Tensor]
@@ -51,27 +55,27 @@ class LargeBatch:
     """One backward pass of `loss(model(images), labels)` over a batch of any size, `chunk_size` images at a time.
 
     The gradients are those of the whole batch, up to the order of sums, whenever an image's embedding does not depend on
-    the rest of its chunk. Random layers draw the same in both passes of a chunk. Batch normalisation in training mode is
-    refused, because its statistics would be those of a chunk; a batch of one chunk is a plain step, where it is allowed.
+    the rest of its chunk. Random layers draw the same numbers in both passes of a chunk. Batch normalisation in training mode
+    is refused, because its statistics would be those of a chunk; a batch of one chunk is a plain step, where it is allowed.
     `step.check(images, labels)` compares with the plain computation on your own model.
 
-    The second forward pass costs about a third of the time. `keep` chunks keep their graph from the first pass and skip it:
-    "auto" keeps what fits, on a GPU by what the first step was seen to need, on a CPU by half of the memory available
-    (none where the system does not tell).
+    The second forward pass costs about a third of the time. `keep` chunks keep their activations from the first pass and skip
+    it: "auto" keeps what fits, on a GPU by what the first step needed, on a CPU by half of the available memory (none where the
+    system does not tell).
 
-    A model wrapped in DistributedDataParallel or FSDP2 exchanges gradients once, with the last chunk. Such wrappers average,
+    A model wrapped in DistributedDataParallel or FSDP2 synchronises gradients once, with the last chunk. Such wrappers average,
     which `DistributedRankLoss` allows for.
 
     Args:
-        model: from a chunk of images to embeddings [items, dimensions].
-        loss: from embeddings and labels to one value. Its own parameters get their gradients too.
-        chunk_size: images that go through the model at once, 0 for all.
-        keep: "auto", or how many chunks to keep.
-        autocast: dtype of an autocast region around model and loss; None for whatever region the call stands in.
-        processes: those that take the step together. If one runs out of memory all raise, and none waits for it; and FSDP2,
-            which needs as many passes on each, gets as many chunks.
+        model: maps a chunk of images to embeddings [items, dimensions].
+        loss: maps embeddings and labels to one value. Its own parameters get their gradients too.
+        chunk_size: images per forward pass, 0 for all.
+        keep: "auto", or the number of chunks to keep.
+        autocast: dtype of an autocast region around model and loss; None for the region of the caller.
+        processes: those that take the step together. If one runs out of memory, all raise and none waits for it; with FSDP2,
+            which needs the same number of passes on each, all have the same number of chunks.
 
-    After a call `embeddings` and `embedding_gradient` hold those of the batch.
+    After a call, `embeddings` and `embedding_gradient` hold those of the batch.
     """
 
     embeddings: Tensor
@@ -91,13 +95,14 @@ class LargeBatch:
         self.processes = processes
         self.model, self.loss, self.chunk_size, self.autocast = model, loss, chunk_size, autocast
         self._budget = ActivationBudget(keep)
+        self._graphs: GraphedModel | None = None
 
     def __call__(self, images: Any, labels: Tensor, *, scale: Scale = 1.0) -> Tensor:
         """Adds the gradients of the batch to `.grad` and returns the loss, detached and unscaled.
 
         Args:
-            images: a tensor, or lists, tuples and dicts of tensors, with one row per item; each is cut along its first
-                dimension and moved to the model's device chunk by chunk, so the batch itself may stay on the CPU.
+            images: a tensor, or nested lists, tuples and dicts of tensors, with one row per item. They are moved to the model's
+                device chunk by chunk, so the batch itself may stay on the CPU.
             labels: one per item.
             scale: factor of the loss in the backward pass, or a function such as `GradScaler.scale`.
         """
@@ -105,21 +110,51 @@ class LargeBatch:
         if len(cuts) > 1:
             check_no_live_batch_norm(self.model)
         signature = self._signature(images)
-        kept = self._budget.count(signature, len(cuts), self.device)
-        if is_sharded(self.model):
-            kept = -self.processes.all_max(-kept)
+        kept = self._num_kept(signature, len(cuts))
         probe = self._budget.probe(signature, len(cuts), self.model, leaves(images), self.device)
         with torch.enable_grad(), self._region():
-            value = self._step(images, labels, cuts, scale, kept, probe)
+            value = self._step(images, labels, cuts, scale, kept, probe, self._graphs)
         if probe:
             self._budget.record(signature, probe)
         return value
 
+    def record(self, graphs: "GraphedModel", images: Tensor, labels: Tensor) -> str | None:
+        """Runs all chunks like those of this batch as CUDA graphs from now on; the reason where that is not possible.
+
+        If memory does not suffice, fewer chunks are kept.
+        """
+        cuts = self._cuts(images, labels)
+        if len(cuts) > 1:
+            check_no_live_batch_norm(self.model)
+        kept = self._num_kept(self._signature(images), len(cuts))
+        chunk = select_rows(images, cuts[0], self.device)
+        while True:
+            try:
+                reason = graphs.record(chunk, kept=kept, others=kept < len(cuts))
+            except torch.OutOfMemoryError as error:
+                reason = str(error).partition("\n")[0]
+            else:
+                break
+            torch.cuda.empty_cache()
+            if len(cuts) == 1 or kept == 0:
+                break
+            kept //= 2
+            self._budget.limit(kept)
+        self._graphs = graphs if reason is None else None
+        return reason
+
+    def run_eagerly(self) -> bool:
+        """Drops CUDA graphs; False if there are none."""
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.release()
+        return graphs is not None
+
     def check(self, images: Any, labels: Tensor) -> CheckReport:
-        """Compares the gradients of this batch with those of a plain backward pass; nothing is left changed.
+        """Compares the gradients of this batch with those of a plain backward pass; nothing is changed.
 
         The batch must be small enough for the plain pass. With random layers, which draw anew for every chunk, the plain pass
-        goes chunk by chunk as well, keeping all graphs.
+        goes chunk by chunk as well and keeps all activations.
         """
         cuts = self._cuts(images, labels)
         with torch.enable_grad(), self._region():
@@ -127,7 +162,7 @@ class LargeBatch:
                 self.model,
                 self.loss,
                 embed=lambda cut: self._embed(images, cut, self.device),
-                # nothing is kept, so that every chunk is seen to be repeated
+                # nothing is kept, so that every chunk is repeated
                 staged=lambda: self._step(images, labels, cuts, scale=1.0, kept=0),
                 labels=labels,
                 cuts=cuts,
@@ -152,48 +187,55 @@ class LargeBatch:
         return torch.device("cpu") if tensor is None else tensor.device
 
     def _step(
-        self, images: Any, labels: Tensor, cuts: list[slice], scale: Scale, kept: int, probe: MemoryProbe | None = None
+        self,
+        images: Any,
+        labels: Tensor,
+        cuts: list[slice],
+        scale: Scale,
+        kept: int,
+        probe: MemoryProbe | None = None,
+        graphs: "GraphedModel | None" = None,
     ) -> Tensor:
         device, last = self.device, len(cuts) - 1
         if last and is_distributed(self.model):
-            kept = min(kept, last)  # such a model must see the pass that exchanges directly before its backward
-        graphs: dict[int, Tensor] = {}
-        states: dict[int, RngSnapshot] = {}
+            kept = min(kept, last)  # such a model must see the pass that synchronises directly before its backward
+        chunks: list[_Chunk] = []
+        for i, cut in enumerate(cuts):
+            if graphs is not None and isinstance(images, Tensor) and graphs.accepts(images[cut]):
+                chunks.append(_GraphedChunk(graphs, partial(select_rows, images, cut, device), device, i))
+            else:
+                chunks.append(_EagerChunk(partial(self._embed, images, cut, device), device, keep=i < kept))
         parts = []
         with self._agreed():
-            for i, cut in enumerate(cuts):
-                with self._sync(last == 0):
-                    if i < kept:
-                        with probe.chunk() if probe and i == 0 else nullcontext():
-                            graphs[i] = self._embed(images, cut, device)
-                        parts.append(graphs[i].detach())
-                    else:
-                        states[i] = RngSnapshot.of(device)
-                        with torch.no_grad():
-                            parts.append(self._embed(images, cut, device))
+            for i, chunk in enumerate(chunks):
+                with self._sync(last == 0), probe.chunk() if probe and i == 0 else nullcontext():
+                    parts.append(chunk.forward())
         # casts of weights that were made without a graph must not serve the pass with one
         torch.clear_autocast_cache()
         embeddings = torch.cat(parts).requires_grad_()
         value = self._loss_and_gradient(embeddings, labels, scale)
         gradient = torch.zeros_like(embeddings) if embeddings.grad is None else embeddings.grad
         after = RngSnapshot.of(device)
+        if graphs is not None:
+            graphs.begin_step()
 
-        def go_back(i: int) -> None:
+        def backward(i: int) -> None:
             with self._sync(i == last):
-                if i in states:
-                    states[i].restore()
-                output = graphs.pop(i) if i in graphs else self._embed(images, cuts[i], device)
-                if output.requires_grad:
-                    with autocast_disabled(device):
-                        output.backward(gradient[cuts[i]])
+                chunks[i].backward(gradient[cuts[i]])
 
         with self._agreed():
             for i in range(last):
-                go_back(i)
-        go_back(last)
+                backward(i)
+        backward(last)
+        if graphs is not None:
+            graphs.end_step()
         after.restore()
         self.embeddings, self.embedding_gradient = embeddings.detach(), gradient
         return value
+
+    def _num_kept(self, signature: Hashable, chunks: int) -> int:
+        kept = self._budget.count(signature, chunks, self.device)
+        return -self.processes.all_max(-kept) if is_sharded(self.model) else kept
 
     def _loss_and_gradient(self, embeddings: Tensor, labels: Tensor, scale: Scale) -> Tensor:
         value = self.loss(embeddings, labels)
@@ -219,15 +261,15 @@ class LargeBatch:
             chunks, least = self.processes.all_max(-(-items // size)), -self.processes.all_max(-items)
             if chunks > least:
                 raise ValueError(
-                    f"LargeBatch: FSDP needs as many chunks on every process, and {least} images cannot be cut into {chunks}: "
-                    "let the batch be a multiple of the processes, or the chunk larger"
+                    f"LargeBatch: FSDP needs the same number of chunks on every process, and {least} images cannot be cut into "
+                    f"{chunks}: make the batch a multiple of the number of processes, or the chunks larger"
                 )
             return [slice(items * i // chunks, items * (i + 1) // chunks) for i in range(chunks)]
         return [slice(start, min(start + size, items)) for start in range(0, items, size)]
 
     @contextmanager
     def _agreed(self) -> Iterator[None]:
-        """All processes run out of memory here, or none: it is raised by all before they wait for each other elsewhere."""
+        """If one process runs out of memory here, all raise, before they wait for each other elsewhere."""
         if self.processes.size == 1:
             yield
             return
@@ -243,7 +285,7 @@ class LargeBatch:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
 
     def _sync(self, now: bool) -> AbstractContextManager[Any]:
-        """Gradients are exchanged between processes in the context, or are not yet."""
+        """Whether backward passes inside the context synchronise gradients between processes."""
         set_sync = getattr(self.model, "set_requires_gradient_sync", None)
         if callable(set_sync):  # FSDP2
             set_sync(now)
@@ -254,13 +296,81 @@ class LargeBatch:
         return self.chunk_size, tuple(leaf.shape[1:] for leaf in leaves(images))
 
 
+class _Chunk(Protocol):
+    """The two passes of a chunk."""
+
+    def forward(self) -> Tensor: ...
+
+    def backward(self, gradient: Tensor) -> None: ...
+
+
+class _EagerChunk:
+    """A chunk that goes through the model layer by layer.
+
+    Args:
+        embed: embeds it.
+        device: of the model.
+        keep: keep its activations for the backward pass.
+    """
+
+    def __init__(self, embed: Callable[[], Tensor], device: torch.device, *, keep: bool) -> None:
+        self.embed, self.device, self.keep = embed, device, keep
+        self.output: Tensor | None = None
+        self.rng: RngSnapshot | None = None
+
+    def forward(self) -> Tensor:
+        if self.keep:
+            self.output = self.embed()
+            return self.output.detach()
+        self.rng = RngSnapshot.of(self.device)
+        with torch.no_grad():
+            return self.embed()
+
+    def backward(self, gradient: Tensor) -> None:
+        if self.rng is not None:
+            self.rng.restore()
+        output = self.embed() if self.output is None else self.output
+        self.output = None
+        if output.requires_grad:
+            with autocast_disabled(self.device):
+                output.backward(gradient)
+
+
+class _GraphedChunk:
+    """A chunk whose passes are CUDA graphs.
+
+    Args:
+        graphs: of the model.
+        images: moves the images to the device.
+        device: of the model.
+        index: position in the batch; the first ones keep their activations.
+    """
+
+    def __init__(self, graphs: "GraphedModel", images: Callable[[], Tensor], device: torch.device, index: int) -> None:
+        self.graphs, self.images, self.device, self.index = graphs, images, device, index
+        self.rng: RngSnapshot | None = None
+
+    def forward(self) -> Tensor:
+        if self.index < self.graphs.num_kept:
+            return self.graphs.forward_kept(self.index, self.images())
+        self.rng = RngSnapshot.of(self.device)
+        return self.graphs.forward(self.images())
+
+    def backward(self, gradient: Tensor) -> None:
+        if self.rng is None:
+            self.graphs.backward_kept(self.index, gradient)
+        else:
+            self.rng.restore()
+            self.graphs.repeat(self.images(), gradient)
+
+
 def check_no_live_batch_norm(model: nn.Module) -> None:
-    """Statistics of a chunk are not those of the batch, and would be updated twice per step."""
+    """Refuses batch normalisation in training mode: it would use the statistics of a chunk, and update them twice per step."""
     names = live_batch_norms(model)
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ValueError(
-            f"LargeBatch: batch normalisation must not use the statistics of a chunk, but {', '.join(names[:3])}{more} "
-            "would. Call .eval() on these layers after model.train() (batch_norm='frozen' in a recipe), use GroupNorm, or "
-            "let the whole batch through at once with chunk_size=0"
+            f"LargeBatch: {', '.join(names[:3])}{more} would normalise with the statistics of a chunk instead of the batch. "
+            "Call .eval() on these layers after model.train() (--batch-norm frozen), use GroupNorm, or pass the whole batch at "
+            "once with chunk_size=0 (--chunk-size 0)"
         )

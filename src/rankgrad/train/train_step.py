@@ -1,6 +1,7 @@
 """One optimizer step: gradients in any number of chunks, optimizer, learning-rate schedule, recovery from lack of memory."""
 
 import bisect
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ class TrainStep:
         chunk_size = 0 if settings.chunk_size == "auto" else settings.chunk_size
         autocast = AUTOCAST[settings.precision]
         self._large = LargeBatch(self._trained, loss, chunk_size, settings.keep, autocast, processes=processes)
-        graphs = settings.cuda_graphs and not settings.compile and device.type == "cuda" and processes.size == 1
-        self._graphed = GraphedModel(model, autocast) if graphs else None
+        self._use_graphs = settings.cuda_graphs and not settings.compile and device.type == "cuda" and processes.size == 1
+        self._steps = 0
 
     def train(self) -> None:
         """Puts the model into training mode."""
@@ -112,8 +113,13 @@ class TrainStep:
 
     def release(self) -> None:
         """Restores the model as it was passed in, without recorded graphs."""
-        if self._graphed is not None:
-            self._graphed.release()
+        self._large.run_eagerly()
+        clear = getattr(unwrap_loss(self.loss), "clear_graphs", None)
+        if callable(clear):
+            clear()
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def gather_weights(self) -> None:
         """Copies the trained weights to the model that was passed in; a collective call."""
@@ -196,11 +202,12 @@ class TrainStep:
         if not self._chunk_is_chosen:
             self._large.chunk_size = self._choose_chunk(images)
             self._chunk_is_chosen = True
-        if self._graphed is not None:
-            whole = self._large.chunk_size in (0, num_rows(images))
-            trouble = self._graphed.before_step(images, whole=whole)
-            if trouble is not None:
-                warn("the network could not be recorded as CUDA graphs and runs layer by layer", detail=trouble)
+        self._steps += 1
+        # the first step compiles kernels and measures memory
+        if self._use_graphs and self._steps == 2 and isinstance(images, Tensor):
+            reason = self._large.record(GraphedModel(self.model, self._large.autocast), images, labels)
+            if reason is not None:
+                warn(f"the model could not be recorded as CUDA graphs and runs layer by layer: {reason}")
         memory = LossSnapshot.of(self.loss)
         while True:
             torch.manual_seed(seed)
@@ -227,9 +234,8 @@ class TrainStep:
         return 0 if fitting >= least else fitting
 
     def _shrink(self, step: int, items: int) -> str:
-        self.release()
         live = live_batch_norms(self.model)
-        remedy = None if live else self._large.shrink(items)
+        remedy = "CUDA graphs are dropped" if self._large.run_eagerly() else None if live else self._large.shrink(items)
         if remedy is None:
             reason = (
                 f"and batch normalisation in training mode ({live[0]}, ...) does not allow smaller chunks: "
