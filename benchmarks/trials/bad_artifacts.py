@@ -34,7 +34,7 @@ from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.retrieval_task import RetrievalTask
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RunContext
-from rankgrad.search import build_index, embed_images, folder_of_images, open_run
+from rankgrad.search import build_index, embed_images, folder_of_images, load
 from rankgrad.train.checkpoints import MANIFEST, STATE, WEIGHTS, CheckpointStore
 from rankgrad.train.state_file import read_state, state_bytes
 
@@ -64,9 +64,9 @@ class Runs:
     def embeddings(self, folder: Path, ids: str) -> Path:
         made = self.root / f"embeddings-{ids}"
         if not made.exists():
-            network = open_run(self._made())
+            model = load(self._made(), "cpu")
             images = folder_of_images(self.root / "data" / "test")
-            gallery = embed_images(network, images, made, ids="csv" if ids == "csv" else "parquet", shown=False)
+            gallery = embed_images(model, images, made, ids="csv" if ids == "csv" else "parquet", shown=False)
             build_index(gallery, made, kind="hnsw", shown=False)
         return copy_tree(made, folder)
 
@@ -253,7 +253,7 @@ def _opening(run: Path, rng: random.Random) -> Callable[[], object]:
     quiet = ("--device", "cpu", "--cache", "none", "--no-tensorboard")
     return rng.choice(
         (
-            partial(open_run, run, checkpoint=rng.choice((None, "best", "last"))),
+            partial(load, run, "cpu", rng.choice((None, "best", "last"))),
             partial(_newest, run),
             partial(command, "train", "--resume", str(run), *quiet),
         )

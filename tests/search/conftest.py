@@ -1,5 +1,6 @@
 """A tiny trained run, its embeddings and an index, made once."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ from rankgrad.runs.pipeline import start_run
 from rankgrad.runs.retrieval_task import RetrievalTask
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RunContext
-from rankgrad.search import Gallery, Network, Searcher, build_index, embed_images, folder_of_images, open_run
+from rankgrad.search import Gallery, Searcher, TrainedModel, build_index, embed_images, folder_of_images, load
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the tests write is signed with a key of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -28,15 +37,15 @@ def run_folder(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def network(run_folder: Path) -> Network:
-    return open_run(run_folder)
+def trained(run_folder: Path) -> TrainedModel:
+    return load(run_folder, "cpu")
 
 
 @pytest.fixture(scope="session")
-def gallery(network: Network, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
+def gallery(trained: TrainedModel, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
     """The 30 test images."""
     folder = tmp_path_factory.mktemp("embedded") / "gallery"
-    return embed_images(network, folder_of_images(data / "test"), folder, shown=False)
+    return embed_images(trained, folder_of_images(data / "test"), folder, shown=False)
 
 
 @pytest.fixture(scope="session")

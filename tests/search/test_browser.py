@@ -24,7 +24,7 @@ def address(run_folder, searcher) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
-        assert "searches 30 images; Ctrl-C ends it" in said
+        assert "searches 30 images; press Ctrl-C to stop" in said
         yield said.split()[0]
         process.terminate()
         process.wait(20)

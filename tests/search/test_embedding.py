@@ -17,28 +17,28 @@ from rankgrad.cli.search_commands import main_embed
 from rankgrad.data.image_files import UnreadableImageError
 from rankgrad.data.preprocessing import Preprocessing
 from rankgrad.runs.embedding import embed_native_shape
-from rankgrad.search import Gallery, Items, embed_images, folder_of_images, manifest_of_images, open_run, split_of_data_set
+from rankgrad.search import Gallery, ImageList, embed_images, folder_of_images, load, manifest_of_images, split_of_data_set
 from rankgrad.search.image_lists import names_by_folder
 
 
-def test_embeddings_are_those_that_the_run_was_tested_with(run_folder, data, network, tmp_path):
+def test_embeddings_are_those_that_the_run_was_tested_with(run_folder, data, trained, tmp_path):
     items, _ = split_of_data_set(f"folder:{data}", "test")
-    gallery = embed_images(network, items, tmp_path / "out", shown=False)
+    gallery = embed_images(trained, items, tmp_path / "out", shown=False)
     tested = np.load(run_folder / "eval" / "test" / "embeddings.npy")
     np.testing.assert_allclose(gallery.embeddings, tested, atol=1e-6)
 
 
-def test_the_folder_says_what_it_holds(gallery, network, data):
+def test_the_folder_says_what_it_holds(gallery, trained, data):
     assert gallery.embeddings.shape == (30, 16)
     assert gallery.embeddings.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(gallery.embeddings, axis=1), 1, atol=1e-5)
-    assert gallery.items.table.paths[7] == "class-006/1.png"
-    assert gallery.items.labels[7] == "class-006"
-    assert gallery.items.table.file(7).samefile(data / "test" / "class-006" / "1.png")
+    assert gallery.images.table.paths[7] == "class-006/1.png"
+    assert gallery.images.labels[7] == "class-006"
+    assert gallery.images.table.file(7).samefile(data / "test" / "class-006" / "1.png")
     about = json.loads((gallery.folder / "embedding.json").read_text())
     assert (about["images"], about["dim"], about["size"], about["left_out"]) == (30, 16, 32, 0)
-    assert about["weights"] == network.fingerprint
-    assert Path(about["run"]).samefile(network.folder)
+    assert about["weights"] == trained.fingerprint
+    assert Path(about["run"]).samefile(trained.folder)
     from pyarrow import parquet
 
     ids = parquet.read_table(gallery.folder / "ids.parquet").to_pydict()
@@ -46,14 +46,14 @@ def test_the_folder_says_what_it_holds(gallery, network, data):
     assert ids["id"] == list(range(30))
 
 
-def test_row_by_row_and_together_are_the_same(gallery, network):
+def test_row_by_row_and_together_are_the_same(gallery, trained):
     for row in (0, 13, 29):
-        np.testing.assert_allclose(network.embed_file(gallery.items.table.file(row)), gallery.embeddings[row], atol=1e-5)
+        np.testing.assert_allclose(trained.embed(gallery.images.table.file(row)), gallery.embeddings[row], atol=1e-5)
 
 
-def test_csv_ids_hold_the_same_as_parquet(gallery, network, data, tmp_path):
-    other = embed_images(network, folder_of_images(data / "test"), tmp_path / "csv", ids="csv", shown=False)
-    assert (other.items.table.paths, other.items.labels) == (gallery.items.table.paths, gallery.items.labels)
+def test_csv_ids_hold_the_same_as_parquet(gallery, trained, data, tmp_path):
+    other = embed_images(trained, folder_of_images(data / "test"), tmp_path / "csv", ids="csv", shown=False)
+    assert (other.images.table.paths, other.images.labels) == (gallery.images.table.paths, gallery.images.labels)
     assert other.digest == gallery.digest
     rows = list(csv.DictReader((tmp_path / "csv" / "ids.csv").read_text(encoding="utf-8").splitlines()))
     assert rows[29] == {"id": "29", "path": "class-009/5.png", "label": "class-009", "category": ""}
@@ -83,7 +83,7 @@ def test_a_class_is_called_by_its_folder_alone_where_that_is_clear():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (shutil.rmtree, "is no folder: give a folder of images, a CSV file"),
+        (shutil.rmtree, "is not a folder: give a folder of images, a CSV file"),
         (lambda folder: [path.unlink() for path in folder.rglob("*.JPG")], "holds no image: wanted are files that end in .bmp"),
     ],
 )
@@ -93,47 +93,47 @@ def test_a_folder_without_images_is_refused(images, spoil, message):
         folder_of_images(images)
 
 
-def test_unreadable_images_are_an_error_or_left_out_and_listed(images, network, tmp_path):
+def test_unreadable_images_are_an_error_or_left_out_and_listed(images, trained, tmp_path):
     whole = (images / "cats" / "1.JPG").read_bytes()
     (images / "cats" / "1.JPG").write_bytes(whole[: len(whole) // 2])
     (images / "wild" / "cats" / "3.JPG").write_text("not an image")
     items = folder_of_images(images)
     with pytest.raises(UnreadableImageError, match=r"(?s)1\.JPG cannot be read.*3\.JPG is not an image.*--skip-bad"):
-        embed_images(network, items, tmp_path / "out", shown=False)
+        embed_images(trained, items, tmp_path / "out", shown=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos"]
     said: list[str] = []
-    gallery = embed_images(network, items, tmp_path / "out", skip_bad=True, shown=False, say=said.append)
-    assert gallery.items.table.paths == ("0.JPG", "cats/2.JPG")
-    assert gallery.items.labels == ("", "cats")
+    gallery = embed_images(trained, items, tmp_path / "out", skip_bad=True, shown=False, say=said.append)
+    assert gallery.images.table.paths == ("0.JPG", "cats/2.JPG")
+    assert gallery.images.labels == ("", "cats")
     assert gallery.about["left_out"] == 2
-    np.testing.assert_allclose(gallery.embeddings[1], network.embed_file(images / "cats" / "2.JPG"), atol=1e-5)
+    np.testing.assert_allclose(gallery.embeddings[1], trained.embed(images / "cats" / "2.JPG"), atol=1e-5)
     assert (tmp_path / "out" / "left_out.txt").read_text().count("\n") == 2
-    assert "left out 2 of 4 images" in said[0]
+    assert "Skipped 2 of 4 images" in said[0]
     assert "1.JPG" in said[0]
 
 
-def test_nothing_readable_is_an_error_though_bad_images_may_be_skipped(images, network, tmp_path):
+def test_nothing_readable_is_an_error_though_bad_images_may_be_skipped(images, trained, tmp_path):
     for path in images.rglob("*.JPG"):
         path.write_text("not an image")
-    with pytest.raises(UnreadableImageError, match="There is nothing left to embed"):
-        embed_images(network, folder_of_images(images), tmp_path / "out", skip_bad=True, shown=False)
+    with pytest.raises(UnreadableImageError, match="No image is left to embed"):
+        embed_images(trained, folder_of_images(images), tmp_path / "out", skip_bad=True, shown=False)
 
 
-def test_a_folder_that_is_not_empty_is_not_written_to(gallery, network, data):
-    with pytest.raises(ValueError, match="is there already and not empty: give another folder with --out"):
-        embed_images(network, folder_of_images(data / "test"), gallery.folder, shown=False)
+def test_a_folder_that_is_not_empty_is_not_written_to(gallery, trained, data):
+    with pytest.raises(FileExistsError, match="already exists and is not empty"):
+        embed_images(trained, folder_of_images(data / "test"), gallery.folder, shown=False)
 
 
-def test_a_manifest_may_lack_labels_and_may_cut_boxes(images, network, tmp_path):
+def test_a_manifest_may_lack_labels_and_may_cut_boxes(images, trained, tmp_path):
     path = images / "list.csv"
     path.write_text("path,x_1,y_1,x_2,y_2\ncats/1.JPG,,,,\ncats/1.JPG,4,5,30,31\n")
-    gallery = embed_images(network, manifest_of_images(path), tmp_path / "out", shown=False)
-    assert gallery.items.labels == ("", "")
-    assert gallery.items.table.boxes is not None
-    assert gallery.items.table.boxes[1].tolist() == [4, 5, 30, 31]
-    assert np.isnan(gallery.items.table.boxes[0]).all()
+    gallery = embed_images(trained, manifest_of_images(path), tmp_path / "out", shown=False)
+    assert gallery.images.labels == ("", "")
+    assert gallery.images.table.boxes is not None
+    assert gallery.images.table.boxes[1].tolist() == [4, 5, 30, 31]
+    assert np.isnan(gallery.images.table.boxes[0]).all()
     Image.open(images / "cats" / "1.JPG").crop((4, 5, 30, 31)).save(tmp_path / "cut.png")
-    np.testing.assert_allclose(gallery.embeddings[1], network.embed_file(tmp_path / "cut.png"), atol=1e-5)
+    np.testing.assert_allclose(gallery.embeddings[1], trained.embed(tmp_path / "cut.png"), atol=1e-5)
     assert np.abs(gallery.embeddings[1] - gallery.embeddings[0]).max() > 1e-3
 
 
@@ -153,17 +153,17 @@ def test_a_bad_manifest_is_refused(tmp_path, text, message):
         manifest_of_images(tmp_path / "list.csv")
 
 
-def test_drawn_images_are_written_beside_their_embeddings(network, tmp_path):
+def test_drawn_images_are_written_beside_their_embeddings(trained, tmp_path):
     items, _ = split_of_data_set("glyphs", "test")
     some = items.select([5, 400])
-    gallery = embed_images(network, some, tmp_path / "out", shown=False)
+    gallery = embed_images(trained, some, tmp_path / "out", shown=False)
     assert gallery.about["root"] is None
-    assert gallery.items.labels[0].startswith("U+")
-    assert gallery.items.categories == some.categories
+    assert gallery.images.labels[0].startswith("U+")
+    assert gallery.images.categories == some.categories
     # the folder may be moved
     (tmp_path / "out").rename(tmp_path / "moved")
     moved = Gallery.open(tmp_path / "moved")
-    np.testing.assert_array_equal(np.asarray(Image.open(moved.items.table.file(1))), some.table.pixels[1])
+    np.testing.assert_array_equal(np.asarray(Image.open(moved.images.table.file(1))), some.table.pixels[1])
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ def test_classes_of_several_folders_are_called_by_number(data):
 
 
 def test_items_must_agree(gallery):
-    with pytest.raises(ValueError, match=r"as many, got \(30, 1, 30\)"):
-        Items(gallery.items.table, ("a",), gallery.items.categories)
+    with pytest.raises(ValueError, match=r"equally many, got \(30, 1, 30\)"):
+        ImageList(gallery.images.table, ("a",), gallery.images.categories)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_items_must_agree(gallery):
     [
         (lambda folder: (folder / "embedding.json").unlink(), "is not a folder that embed wrote"),
         (lambda folder: (folder / "embedding.json").write_text("{"), "cannot be read by this version"),
-        (lambda folder: (folder / "ids.parquet").unlink(), "is no complete folder of embeddings"),
+        (lambda folder: (folder / "ids.parquet").unlink(), "is not a complete folder of embeddings"),
         (lambda folder: np.save(folder / "embeddings.npy", np.zeros((3, 16), np.float32)), r"got float32 of shape \(3, 16\)"),
     ],
 )
@@ -209,19 +209,20 @@ def test_a_damaged_gallery_is_refused(gallery, tmp_path, spoil, message):
         Gallery.open(tmp_path / "copy")
 
 
-def test_landmarks_are_embedded_at_their_own_shape(network, data):
-    scaled = replace(network, recipe=replace(network.recipe, test_on=("roxford5k",), scales=(1.0, 0.5)))
+def test_landmarks_are_embedded_at_their_own_shape(trained, data):
+    recipe = replace(trained.recipe, test_on=("roxford5k",), scales=(1.0, 0.5))
+    scaled = replace(trained, recipe=recipe, preprocess=recipe.preprocessing())
     items = folder_of_images(data / "test").select([3, 20])
     preprocess = Preprocessing(32, native_shape=True)
-    wanted = embed_native_shape(network.model, items.table, preprocess, scales=(1.0, 0.5), device=network.device)
+    wanted = embed_native_shape(trained.model, items.table, preprocess, scales=(1.0, 0.5), device=trained.device)
     ((rows, found, bad),) = scaled.embed_table(items.table)
     assert (rows, bad) == ([0, 1], [])
     np.testing.assert_allclose(found, wanted, atol=1e-6)
-    assert np.abs(found[0] - network.embed_file(items.table.file(0))).max() > 1e-4
+    assert np.abs(found[0] - trained.embed(items.table.file(0))).max() > 1e-4
 
 
-def test_a_network_that_diverged_is_refused(network, data, tmp_path):
-    broken = replace(network, model=copy.deepcopy(network.model))
+def test_a_network_that_diverged_is_refused(trained, data, tmp_path):
+    broken = replace(trained, model=copy.deepcopy(trained.model))
     torch.nn.init.constant_(broken.model.head.linear.weight, torch.nan)
     with pytest.raises(ValueError, match="gives numbers that are not finite: train it again"):
         embed_images(broken, folder_of_images(data / "test"), tmp_path / "out", shown=False)
@@ -230,7 +231,7 @@ def test_a_network_that_diverged_is_refused(network, data, tmp_path):
 def test_the_command(run_folder, data, tmp_path, capsys):
     arguments = [str(run_folder), str(data / "test"), "--out", str(tmp_path / "out"), "--ids", "csv", "--device", "cpu"]
     assert main_embed(arguments) == 0
-    assert f"30 embeddings of 16 dimensions are in {tmp_path / 'out'}" in capsys.readouterr().out
+    assert f"Wrote 30 embeddings of 16 dimensions to {tmp_path / 'out'}" in capsys.readouterr().out
     assert len(Gallery.open(tmp_path / "out")) == 30
 
 
@@ -252,6 +253,6 @@ def test_the_command_refuses(run_folder, arguments, message, capsys):
 
 def test_what_is_no_run_is_refused(tmp_path, run_folder):
     with pytest.raises(FileNotFoundError, match="is not the folder of a run"):
-        open_run(tmp_path)
+        load(tmp_path)
     with pytest.raises(ValueError, match="checkpoint must be 'best' or 'last', got 'first'"):
-        open_run(run_folder, checkpoint="first")
+        load(run_folder, checkpoint="first")

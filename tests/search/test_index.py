@@ -92,7 +92,7 @@ def test_a_target_out_of_reach_is_said_to_be(tmp_path):
     gallery = Gallery.open(gallery.folder)
     measured = build_index(gallery, tmp_path, kind="ivfpq", recall=1.0, shown=False)
     assert measured.recall[10] < 1
-    assert "is the most there is, and reaches recall@10" in measured.why
+    assert "is the maximum and reaches recall@10" in measured.why
 
 
 def test_scores_of_compressed_vectors_are_exact(vectors, tmp_path):
@@ -141,7 +141,7 @@ def test_the_kind_follows_the_size():
 
 def test_what_cannot_be_indexed_is_refused(vectors, tmp_path):
     small = made_up(tmp_path / "small", 100)
-    with pytest.raises(ValueError, match="ivfpq learns from at least 624 images, got 100: use the kind flat or hnsw"):
+    with pytest.raises(ValueError, match="ivfpq needs at least 624 images, got 100: use the kind flat or hnsw"):
         build_index(small, tmp_path, kind="ivfpq", shown=False)
     with pytest.raises(ValueError, match="kind must be one of 'auto', 'flat', 'hnsw', 'ivfpq', got 'tree'"):
         build_index(small, tmp_path, kind="tree", shown=False)
@@ -156,14 +156,14 @@ def test_an_index_of_other_embeddings_is_refused(tmp_path):
     build_index(gallery, tmp_path / "index", shown=False)
     shutil.rmtree(gallery.folder)
     made_up(tmp_path / "gallery", 100, seed=1)
-    with pytest.raises(ValueError, match="is of other embeddings than now lie in"):
+    with pytest.raises(ValueError, match="was built from different embeddings than those in"):
         Searcher.open(tmp_path / "index")
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: (folder / "index.faiss").write_bytes(b"nonsense"), "index.faiss cannot be read: make the index again"),
+        (lambda folder: (folder / "index.faiss").write_bytes(b"nonsense"), "index.faiss cannot be read: rebuild the index"),
         (lambda folder: (folder / "index.json").write_text("{}"), "index.json cannot be read by this version"),
         (lambda folder: shutil.rmtree(folder) or folder.mkdir(), "holds neither index.json nor embedding.json"),
     ],
@@ -216,7 +216,7 @@ def test_exact_search_needs_no_faiss(searcher, data, monkeypatch, capsys):
 
 def test_search_refuses(searcher, data, tmp_path, capsys):
     index = ["--index", str(searcher.gallery.folder)]
-    with pytest.raises(FileNotFoundError, match="does not exist or is no file: name an image"):
+    with pytest.raises(FileNotFoundError, match="does not exist or is not a file: name an image"):
         main_search([str(tmp_path / "none.jpg"), *index])
     (tmp_path / "text.jpg").write_text("text")
     with pytest.raises(ValueError, match=r"text\.jpg is not an image that Pillow can read"):

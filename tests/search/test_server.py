@@ -12,13 +12,13 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from rankgrad.cli.search_commands import main_serve
-from rankgrad.search.server import SearchPage, make_app
-from rankgrad.search.uploads import MOST_BYTES, RefusedError, check_image
+from rankgrad.search.search_service import MOST_BYTES, RefusedError, SearchService, check_upload
+from rankgrad.search.server import make_app
 
 
 @pytest.fixture(scope="module")
-def page(network, searcher) -> SearchPage:
-    return SearchPage(network, searcher)
+def page(trained, searcher) -> SearchService:
+    return SearchService(trained, searcher)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_a_search_from_the_gallery_says_what_is_right(client, gallery):
     assert 7 not in [one["id"] for one in found["results"]]
     assert len(found["results"]) == 29
     for one in found["results"]:
-        assert one["right"] == (gallery.items.labels[one["id"]] == "class-006")
+        assert one["right"] == (gallery.images.labels[one["id"]] == "class-006")
         assert one["score"] == pytest.approx(float(gallery.embeddings[7] @ gallery.embeddings[one["id"]]), abs=1e-4)
 
 
@@ -78,7 +78,7 @@ def test_every_kind_is_told_by_its_content(client, kind):
     assert send(client, encoded(kind), name="../../etc/passwd").status_code == 200
 
 
-def test_a_camera_s_orientation_is_applied(client, data, network, tmp_path):
+def test_a_camera_s_orientation_is_applied(client, data, trained, tmp_path):
     image = Image.open(data / "test" / "class-006" / "3.png").convert("RGB")
     turned = io.BytesIO()
     exif = Image.Exif()
@@ -96,12 +96,12 @@ WHOLE = encoded("JPEG", (400, 300))
     ("content", "status", "sentence"),
     [
         (b"", 400, "The file is empty."),
-        (b"hello, this is text", 415, "This is no image that can be searched with: wanted is JPEG, PNG, WebP, GIF or BMP."),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 415, "This is no image that can be searched with"),
-        (encoded("TIFF"), 415, "This is no image that can be searched with"),
+        (b"hello, this is text", 415, "Unsupported image. Use JPEG, PNG, WebP, GIF or BMP."),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 415, "Unsupported image."),
+        (encoded("TIFF"), 415, "Unsupported image."),
         (b"\xff\xd8\xff\xe0 and no more", 422, "The JPEG file is damaged and cannot be read."),
-        (WHOLE[: len(WHOLE) // 2], 422, "The image cannot be read: it is cut off or damaged."),
-        (png_head(20_000, 20_000), 413, "The image has too many pixels: at most 40 million are searched with."),
+        (WHOLE[: len(WHOLE) // 2], 422, "The image cannot be read: it is truncated or damaged."),
+        (png_head(20_000, 20_000), 413, "The image has too many pixels: the limit is 40 million."),
         (png_head(8_000, 8_000), 413, "This one has 8,000 x 8,000."),
         (png_head(300, 300), 422, "The image cannot be read"),
         (encoded("PNG", (900, 10)), 422, "aspect ratio is too large"),
@@ -118,7 +118,7 @@ def test_bad_uploads_are_answered_with_a_sentence(client, content, status, sente
 def test_nothing_is_decoded_of_a_bomb(monkeypatch):
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("pixels were decoded"))
     with pytest.raises(RefusedError, match="too many pixels"):
-        check_image(png_head(20_000, 20_000))
+        check_upload(png_head(20_000, 20_000))
 
 
 def test_too_large_is_refused_before_and_while_reading(client):
@@ -234,7 +234,7 @@ def test_the_page_asks_nobody_else(client):
     assert not any("//" in text.replace("http://www.w3.org/2000/svg", "").replace("// ", "") for text in texts)
 
 
-def test_a_thumbnail_says_nothing_of_its_file(network, searcher, data, tmp_path):
+def test_a_thumbnail_says_nothing_of_its_file(trained, searcher, data, tmp_path):
     from rankgrad.search import Searcher, embed_images, folder_of_images
 
     exif = Image.Exif()
@@ -242,15 +242,15 @@ def test_a_thumbnail_says_nothing_of_its_file(network, searcher, data, tmp_path)
     image = Image.open(data / "test" / "class-006" / "3.png").convert("RGB")
     (tmp_path / "in").mkdir()
     image.save(tmp_path / "in" / "a.jpg", exif=exif, comment=b"SecretComment")
-    gallery = embed_images(network, folder_of_images(tmp_path / "in"), tmp_path / "out", shown=False)
-    page = SearchPage(network, Searcher(gallery))
+    gallery = embed_images(trained, folder_of_images(tmp_path / "in"), tmp_path / "out", shown=False)
+    page = SearchService(trained, Searcher(gallery))
     content = page.thumb(0)
     assert b"Secret" not in content
     shown = Image.open(io.BytesIO(content))
     assert shown.format == "JPEG"
     assert min(shown.size) == 256
     (tmp_path / "in" / "a.jpg").unlink()
-    with pytest.raises(RefusedError, match="The file of image 0 is no longer there"):
+    with pytest.raises(RefusedError, match="The file of image 0 is missing or cannot be read"):
         page.thumb(0)
 
 
@@ -273,12 +273,12 @@ def test_items_are_found_by_label(client, gallery):
 def test_the_page_is_served_while_the_network_works(page, monkeypatch):
     begun, finish = threading.Event(), threading.Event()
 
-    def slow(network, content):
+    def slow(content):
         begun.set()
         assert finish.wait(20)
         raise RefusedError(422, "done")
 
-    monkeypatch.setattr("rankgrad.search.server.embed_upload", slow)
+    monkeypatch.setattr(page, "embed_upload", slow)
     with TestClient(make_app(page, hosts=["*"])) as client:
         answers = []
         work = threading.Thread(target=lambda: answers.append(send(client, encoded("PNG"))))
@@ -312,7 +312,7 @@ def test_uploads_leave_no_file_behind(client, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in, and the page asks for no password: add --allow-remote"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in, and the page has no password: add --allow-remote"),
         (["--host", "example.org"], "add --allow-remote"),
         (["--port", "70000"], "--port must be 0 to 65535, got 70000"),
     ],

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     if len(gallery) < 2:
         raise ValueError(f"{options.embeddings} holds {plural(len(gallery), 'image')}: there is nothing to compare it with")
     # some neighbours may have no label
-    wanted = options.neighbours if all(gallery.items.labels) else 4 * options.neighbours
+    wanted = options.neighbours if all(gallery.images.labels) else 4 * options.neighbours
     with Progress(len(gallery), "searching", unit="images", shown=not options.quiet) as progress:
         done = 0
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
         scores, rows = nearest_neighbours(searcher, wanted, progress=advance)
     groups = near_duplicates(scores, rows, options.threshold)
-    errors, accuracy = label_errors(scores, rows, gallery.items.labels, options.neighbours, agreement=options.agreement)
+    errors, accuracy = label_errors(scores, rows, gallery.images.labels, options.neighbours, agreement=options.agreement)
     out: Path = options.out or options.embeddings
     out.mkdir(parents=True, exist_ok=True)
     replace_file(out / DUPLICATES, _groups_csv(gallery, groups))
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     copies = sum(len(group.rows) - 1 for group in groups)
     found = f"{plural(copies, 'near-duplicate')} in {plural(len(groups), 'group')}"
     print(f"{found} (cosine {options.threshold:g} or more): {out / DUPLICATES}")
-    if any(gallery.items.labels):
+    if any(gallery.images.labels):
         told = f"all {options.neighbours} nearest neighbours carry another label"
         print(f"{plural(len(errors), 'likely label error')} ({told}): {out / ERRORS}")
         if errors and accuracy < RELIABLE:
@@ -101,14 +101,14 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 
 def _item_table(gallery: Gallery) -> ItemTable:
-    items = gallery.items
+    items = gallery.images
     every = np.ones(len(gallery), np.bool_)
     return ItemTable(items.table.name, items.table.root, tuple(items.table.paths), items.labels, items.categories, every, every)
 
 
 def _groups_csv(gallery: Gallery, groups: list[DuplicateGroup]) -> str:
     rows = [
-        (number, gallery.items.table.paths[row], gallery.items.labels[row], f"{score:.4f}", _conflict(gallery, group))
+        (number, gallery.images.table.paths[row], gallery.images.labels[row], f"{score:.4f}", _conflict(gallery, group))
         for number, group in enumerate(groups, start=1)
         for row, score in zip(group.rows, group.scores, strict=True)
     ]
@@ -116,11 +116,11 @@ def _groups_csv(gallery: Gallery, groups: list[DuplicateGroup]) -> str:
 
 
 def _conflict(gallery: Gallery, group: DuplicateGroup) -> str:
-    return "yes" if len({gallery.items.labels[row] for row in group.rows}) > 1 else "no"
+    return "yes" if len({gallery.images.labels[row] for row in group.rows}) > 1 else "no"
 
 
 def _errors_csv(gallery: Gallery, errors: list[LabelError]) -> str:
-    paths, labels = gallery.items.table.paths, gallery.items.labels
+    paths, labels = gallery.images.table.paths, gallery.images.labels
     rows = [
         (paths[e.row], labels[e.row], e.suggested, f"{e.agreement:.2f}", f"{e.score:.4f}", paths[e.neighbours[0]])
         for e in errors

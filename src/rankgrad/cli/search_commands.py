@@ -7,9 +7,11 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
+from rankgrad._messages import plural, table
 from rankgrad.cli.parser import Parser, device_named
-from rankgrad.search.trained_model import Network, open_run
+from rankgrad.search.trained_model import TrainedModel, load
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
@@ -17,43 +19,43 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 def main_embed(arguments: Sequence[str]) -> int:
     """`rankgrad embed RUN IMAGES --out DIR`."""
     from rankgrad.search.gallery import embed_images
-    from rankgrad.search.image_lists import Items, folder_of_images, manifest_of_images, split_of_data_set
+    from rankgrad.search.image_lists import ImageList, folder_of_images, manifest_of_images, split_of_data_set
 
-    parser = Parser("rankgrad embed", "Embed images with a trained run: embeddings.npy and a list of the images.")
+    parser = Parser("rankgrad embed", "Embed images with a trained run. Writes embeddings.npy and a list of the images.")
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     parser.add_argument(
         "images",
         metavar="IMAGES",
         type=Path,
         nargs="?",
-        help="a folder, with all below it, or a CSV file with a column path",
+        help="a folder, with its subfolders, or a CSV file with a column path",
     )
-    parser.add_argument("--data", metavar="NAME:DIR", help="instead of IMAGES a data set, such as sop:DIR")
-    parser.add_argument("--split", metavar="NAME", default="test", help="which split of it [test]")
+    parser.add_argument("--data", metavar="NAME:DIR", help="a data set in place of IMAGES, such as sop:DIR")
+    parser.add_argument("--split", metavar="NAME", default="test", help="split of the data set [test]")
     parser.add_argument("--partial", action="store_true", help="accept an incomplete copy of the data set")
     parser.add_argument("--out", metavar="DIR", type=Path, help="a new folder [RUN/embeddings/NAME of the images]")
     parser.add_argument("--ids", choices=("parquet", "csv"), default="parquet", help="format of the list of images [parquet]")
-    parser.add_argument("--skip-bad", action="store_true", help="list images that cannot be read, and leave them out")
+    parser.add_argument("--skip-bad", action="store_true", help="list images that cannot be read and skip them")
     parser.add_argument("--workers", metavar="N", type=int, help="threads that decode images [one per core]")
-    _add_network(parser)
+    _add_model(parser)
     given = parser.parse(arguments)
     if (given.images is None) == (given.data is None):
         parser.error("name the images: a folder or a CSV file, or a data set with --data, and not both")
     if given.workers is not None and given.workers < 1:
         parser.error(f"--workers must be at least 1, got {given.workers}")
-    items: Items
+    images: ImageList
     if given.data is not None:
-        items, notes = split_of_data_set(given.data, given.split, partial=given.partial)
+        images, notes = split_of_data_set(given.data, given.split, partial=given.partial)
         for note in notes:
             print(f"note: {note}", flush=True)
     elif given.images.suffix.lower() == ".csv":
-        items = manifest_of_images(given.images)
+        images = manifest_of_images(given.images)
     else:
-        items = folder_of_images(given.images)
-    network = _network(given.run, given)
-    out = given.out or given.run / "embeddings" / items.table.name.replace("/", "-")
-    gallery = embed_images(network, items, out, ids=given.ids, skip_bad=given.skip_bad, workers=given.workers)
-    print(f"{len(gallery):,} embeddings of {gallery.embeddings.shape[1]} dimensions are in {out}")
+        images = folder_of_images(given.images)
+    model = _load(given.run, given)
+    out = given.out or given.run / "embeddings" / images.table.name.replace("/", "-")
+    gallery = embed_images(model, images, out, ids=given.ids, skip_bad=given.skip_bad, workers=given.workers)
+    print(f"Wrote {plural(len(gallery), 'embedding')} of {gallery.embeddings.shape[1]} dimensions to {out}")
     return 0
 
 
@@ -65,17 +67,19 @@ def main_index(arguments: Sequence[str]) -> int:
     parser = Parser("rankgrad index", "Index embeddings for fast search, and measure the index against exact search.")
     parser.add_argument("embeddings", metavar="EMBEDDINGS", type=Path, help="folder that embed wrote")
     parser.add_argument("--kind", choices=("auto", *KINDS), default="auto", help="of index [auto: by the number of images]")
-    parser.add_argument("--recall", metavar="R", type=float, default=0.95, help="share of the 10 nearest to be found [0.95]")
+    parser.add_argument(
+        "--recall", metavar="R", type=float, default=0.95, help="share of the nearest neighbours to find [0.95]"
+    )
     parser.add_argument("--out", metavar="DIR", type=Path, help="where to write [EMBEDDINGS]")
     given = parser.parse(arguments)
     if not 0 < given.recall <= 1:
         parser.error(f"--recall must lie in (0, 1], got {given.recall:g}")
     gallery = Gallery.open(given.embeddings)
     out = given.out or given.embeddings
-    measured = build_index(gallery, out, kind=given.kind, recall=given.recall)
-    print(f"{measured.kind}: {measured.why}\n\n{measured.table()}\n")
-    print(f"{measured.queries:,} images of the gallery as queries, each left out of its own answers; one at a time, one thread")
-    print(f"the index is in {out}")
+    report = build_index(gallery, out, kind=given.kind, recall=given.recall)
+    print(f"{report.kind}: {report.why}\n\n{report.table()}\n")
+    print(f"{report.queries:,} images of the gallery as queries, each excluded from its own results; one at a time, one thread")
+    print(f"Wrote the index to {out}")
     return 0
 
 
@@ -83,29 +87,24 @@ def main_search(arguments: Sequence[str]) -> int:
     """`rankgrad search IMAGE --index DIR`."""
     from rankgrad.search.searcher import Searcher
 
-    parser = Parser("rankgrad search", "The images of a gallery that are nearest to an image.")
-    parser.add_argument("image", metavar="IMAGE", type=Path, help="what to search with")
+    parser = Parser("rankgrad search", "Find the images of a gallery that are nearest to an image.")
+    parser.add_argument("image", metavar="IMAGE", type=Path, help="image to search with")
     parser.add_argument("--index", metavar="DIR", type=Path, required=True, help="folder of the index, or of embeddings alone")
     parser.add_argument("--run", metavar="RUN", type=Path, help="folder of the run [the one that made the embeddings]")
-    parser.add_argument("-k", metavar="N", type=int, default=10, help="how many [10]")
+    parser.add_argument("-k", metavar="N", type=int, default=10, help="number of results [10]")
     parser.add_argument("--exact", action="store_true", help="compare with every image, without the index")
-    _add_network(parser)
+    _add_model(parser)
     given = parser.parse(arguments)
     if given.k < 1:
         parser.error(f"-k must be at least 1, got {given.k}")
     if not given.image.is_file():
-        raise FileNotFoundError(f"{given.image} does not exist or is no file: name an image to search with")
+        raise FileNotFoundError(f"{given.image} does not exist or is not a file: name an image to search with")
     searcher = Searcher.open(given.index, exact=given.exact)
     gallery = searcher.gallery
-    network = _network(given.run or Path(gallery.about["run"]), given, default=gallery.about["checkpoint"])
-    gallery.check_fits(network)
-    scores, rows = searcher.search(network.embed_file(given.image.resolve())[None], given.k)
-    found = [(score, row) for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if row >= 0]
-    names = [gallery.items.labels[row] or "-" for _, row in found]
-    width = max(map(len, ["label", *names]))
-    print(f"{'rank':>4}  {'score':>7}  {'label':{width}}  path")
-    for rank, ((score, row), name) in enumerate(zip(found, names, strict=True), 1):
-        print(f"{rank:>4}  {score:7.4f}  {name:{width}}  {gallery.items.table.file(row)}")
+    model = _load(given.run or Path(gallery.about["run"]), given, default=gallery.about["checkpoint"])
+    hits = model.search(given.image, searcher, given.k)
+    rows = [[str(rank), f"{hit.score:.4f}", hit.label or "-", str(hit.path)] for rank, hit in enumerate(hits, 1)]
+    print(table(["rank", "score", "label", "path"], rows, align="rrll"))
     return 0
 
 
@@ -113,44 +112,48 @@ def main_export(arguments: Sequence[str]) -> int:
     """`rankgrad export RUN --format onnx`."""
     from rankgrad.search.export import FILES, export_model
 
-    parser = Parser("rankgrad export", "Write the network of a run for use elsewhere, and check what was written.")
+    parser = Parser("rankgrad export", "Write the model of a run for use elsewhere, and check what was written.")
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     parser.add_argument("--format", choices=tuple(FILES), action="append", help="of the file; may be repeated [safetensors]")
     parser.add_argument("--out", metavar="DIR", type=Path, help="where to write [RUN/export]")
-    _add_network(parser, device=False)
+    _add_model(parser, device=False)
     given = parser.parse(arguments)
-    network = _network(given.run, given)
+    model = _load(given.run, given)
     for kind in given.format or ("safetensors",):
-        exported = export_model(network, kind, given.out or given.run / "export")
+        exported = export_model(model, kind, given.out or given.run / "export")
         size = exported.path.stat().st_size / 1e6
-        print(f"{exported.path}: {size:.1f} MB, embeddings within {exported.max_error:.1e} of the network's", flush=True)
+        print(f"{exported.path}: {size:.1f} MB, embeddings within {exported.max_error:.1e} of the model's", flush=True)
     return 0
 
 
 def main_serve(arguments: Sequence[str]) -> int:
     """`rankgrad serve RUN --index DIR`."""
-    parser = Parser("rankgrad serve", "A page in the browser to search with images.")
+    parser = Parser("rankgrad serve", "Serve a page to search with images in the browser.")
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     parser.add_argument("--index", metavar="DIR", type=Path, required=True, help="folder of the index, or of embeddings alone")
-    parser.add_argument("--port", metavar="N", type=int, default=8000, help="0: any that is free [8000]")
-    parser.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help="where to listen [127.0.0.1]")
-    parser.add_argument("--allow-remote", action="store_true", help="let other machines in, for a --host that they can reach")
-    _add_network(parser)
+    parser.add_argument(
+        "--images", metavar="DIR", type=Path, help="folder of the images, where it moved or the embeddings are someone else's"
+    )
+    parser.add_argument("--port", metavar="N", type=int, default=8000, help="port to listen on; 0: any that is free [8000]")
+    parser.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen on [127.0.0.1]")
+    parser.add_argument("--allow-remote", action="store_true", help="accept other machines, for a --host that they can reach")
+    _add_model(parser)
     given = parser.parse(arguments)
     if not 0 <= given.port <= 65535:
         parser.error(f"--port must be 0 to 65535, got {given.port}")
     remote = not _is_loopback(given.host)
     if remote and not given.allow_remote:
-        parser.error(f"--host {given.host} lets other machines in, and the page asks for no password: add --allow-remote")
+        parser.error(f"--host {given.host} lets other machines in, and the page has no password: add --allow-remote")
 
     import uvicorn
 
+    from rankgrad.search.search_service import SearchService
     from rankgrad.search.searcher import Searcher
-    from rankgrad.search.server import SearchPage, make_app
+    from rankgrad.search.server import TimedProtocol, make_app
 
-    searcher = Searcher.open(given.index)
-    network = _network(given.run, given, default=searcher.gallery.about["checkpoint"])
-    app = make_app(SearchPage(network, searcher), hosts=["*"] if remote else [*LOOPBACK, given.host])
+    searcher = Searcher.open(given.index, images=given.images)
+    model = _load(given.run, given, default=searcher.gallery.about["checkpoint"])
+    app = make_app(SearchService(model, searcher), hosts=["*"] if remote else [*LOOPBACK, given.host])
     listening = _listen(given.host, given.port)
     if remote:
         print(
@@ -158,8 +161,19 @@ def main_serve(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
     shown = f"[{given.host}]" if ":" in given.host else given.host
-    print(f"http://{shown}:{listening.getsockname()[1]}/ searches {len(searcher.gallery):,} images; Ctrl-C ends it", flush=True)
-    config = uvicorn.Config(app, log_level="warning", server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=3)
+    print(
+        f"http://{shown}:{listening.getsockname()[1]}/ searches {len(searcher.gallery):,} images; press Ctrl-C to stop",
+        flush=True,
+    )
+    config = uvicorn.Config(
+        app,
+        http=TimedProtocol,
+        ws="none",
+        log_level="warning",
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=3,
+    )
     uvicorn.Server(config).run(sockets=[listening])
     return 0
 
@@ -182,16 +196,16 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _add_network(parser: Parser, *, device: bool = True) -> None:
+def _add_model(parser: Parser, *, device: bool = True) -> None:
     parser.add_argument("--checkpoint", choices=("best", "last"), help="which weights [best where there is one, else last]")
     if device:
         parser.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1 [a GPU where there is one]")
 
 
-def _network(run: Path, given: argparse.Namespace, default: str | None = None) -> Network:
-    """The network of `run` as the command line wants it; `default` is the checkpoint where it does not say."""
+def _load(run: Path, given: argparse.Namespace, default: Literal["best", "last"] | None = None) -> TrainedModel:
+    """The model of `run`; `default` is the checkpoint where the command line names none."""
     device = device_named(getattr(given, "device", "cpu"))
-    network = open_run(run, device, checkpoint=given.checkpoint or default)
-    if network.debug:
-        print(f"note: {run} is a debug run, its embeddings mean nothing", file=sys.stderr)
-    return network
+    model = load(run, device, checkpoint=given.checkpoint or default)
+    if model.debug:
+        print(f"note: {run} is a debug run; its embeddings mean nothing", file=sys.stderr)
+    return model

@@ -67,7 +67,7 @@ def embed(
     try:
         with Progress(len(batches), name, unit="batches", shown=shown) as progress:
             for _, indices, images, _ in batches.iterate(0):
-                found.append(_embed_batch(model, images, target, AUTOCAST[precision]).cpu())
+                found.append(embed_batch(model, images, target, precision).cpu())
                 index.append(indices.cpu())
                 progress.advance(note=f"{sum(map(len, index)):,} images")
     finally:
@@ -115,7 +115,9 @@ def embed_native_shape(
     return found
 
 
-def _embed_batch(model: nn.Module, images: Any, device: torch.device, autocast: torch.dtype | None) -> Tensor:
+def embed_batch(model: nn.Module, images: Any, device: torch.device, precision: Precision) -> Tensor:
+    """Embeddings [B, d] of a batch, in float32 on `device`; halved until it fits in memory."""
+    autocast = AUTOCAST[precision]
     items = size = num_rows(images)
     while True:
         try:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
-from rankgrad.data.preprocessing import Crop
+from rankgrad.data.preprocessing import Crop, Preprocessing
 from rankgrad.data.readers import READERS
 from rankgrad.models import BatchNorm, ModelSpec, Pixels, Pool
 from rankgrad.models.trunks import trunk_names
@@ -222,6 +222,10 @@ class RetrievalRecipe(Recipe):
             batch_norm=self.batch_norm,
             pixels=self.pixels,
         )
+
+    def preprocessing(self) -> Preprocessing:
+        """How an image is prepared for evaluation, embedding and search; landmarks keep their shape."""
+        return Preprocessing(self.size, self.stored, square=self.aspect == "square", native_shape=bool(self.test_on))
 
     @property
     def stored(self) -> int:

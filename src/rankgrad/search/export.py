@@ -1,11 +1,12 @@
-"""The network for use elsewhere: each file is loaded again and must give the embeddings of the original.
+"""The model for use elsewhere: each file is loaded again and must give the embeddings of the original.
 
     safetensors    model.safetensors     for rankgrad.models.build_model with the spec of model.json
     torch          model.pt2             for torch.export.load, without rankgrad
     onnx           model.onnx            for onnxruntime and others, input "pixels", output "embeddings"
 
-All take float32 pixels of 0..255, [B, 3, size, size] of any B, and give unit embeddings [B, dim]. model.json is written beside
-them: the spec, sizes, and how an image is prepared.
+All take float32 pixels of 0..255, [B, 3, size, size] of any B, and give unit embeddings [B, dim]. Beside them are written
+model.json, with the spec, sizes and preprocessing, and preprocess.py, which turns an image into the very pixels that
+`rankgrad embed` gives the model, and needs only Pillow and numpy.
 """
 
 import copy
@@ -26,11 +27,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankgrad._checks import check_choice
+from rankgrad._files import atomic_file, replace_file
 from rankgrad.models import ModelSpec, build_model
-from rankgrad.search.trained_model import Network
+from rankgrad.search.trained_model import TrainedModel
 
 FILES = {"safetensors": "model.safetensors", "torch": "model.pt2", "onnx": "model.onnx"}
-ABOUT = "model.json"
+ABOUT, PREPROCESS = "model.json", "preprocess.py"
+SCRIPT = Path(__file__).with_name("exported_preprocess.py")
 # embeddings have length 1; another order of float32 sums moves them by a hundredth of this
 TOLERANCE = 1e-4
 # one, and others than what the graph was traced with
@@ -45,72 +48,72 @@ class Exported:
     max_error: float
 
 
-def export_model(network: Network, kind: str, folder: Path) -> Exported:
-    """Write the network of a run, load what was written and compare the two.
+def export_model(trained: TrainedModel, kind: str, folder: Path) -> Exported:
+    """Write the model of a run, load what was written and compare the two.
 
     Args:
-        network: from `open_run`.
+        trained: from `load`.
         kind: "safetensors", "torch" or "onnx".
-        folder: for the file and model.json; a file of that name is replaced.
+        folder: for the file, model.json and preprocess.py; files of these names are replaced.
     """
     check_choice(kind, FILES, name="format", caller="export_model")
-    original = _Embedding(network)
+    original = _Embedding(trained)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILES[kind]
-    unfinished = path.with_name(f".writing-{path.name}")
-    try:
-        _WRITERS[kind](original, unfinished, network)
-        error = _largest_error(original, _READERS[kind](unfinished, network), network.recipe.size)
+    with atomic_file(path) as unfinished:
+        _WRITERS[kind](original, unfinished, trained)
+        error = _largest_error(original, _READERS[kind](unfinished, trained), trained.recipe.size)
         if not error <= TOLERANCE:
             raise ValueError(
-                f"export: the embeddings of {path.name} differ from the network's by {error:.2g}, more than the "
+                f"export: the embeddings of {path.name} differ from the model's by {error:.2g}, more than the "
                 f"{TOLERANCE:g} that rounding explains; nothing was written. Try another --format"
             )
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    about = json.dumps(description(network), indent=1)
-    (folder / ABOUT).write_text(f"{about}\n", encoding="utf-8")
+    replace_file(folder / ABOUT, f"{json.dumps(description(trained), indent=1)}\n")
+    replace_file(folder / PREPROCESS, SCRIPT.read_text(encoding="utf-8"))
     return Exported(path, error)
 
 
-def description(network: Network) -> dict[str, Any]:
+def description(trained: TrainedModel) -> dict[str, Any]:
     """What model.json says."""
-    recipe = network.recipe
-    if network.at_own_shape:
+    recipe, preprocess = trained.recipe, trained.preprocess
+    if preprocess.native_shape:
         steps = [f"shrink until the long side is {recipe.size}; the exported graph takes squares of that size"]
     else:
-        whole = "both sides" if recipe.aspect == "square" else "the short side"
+        resized = "both sides" if preprocess.square else "the short side"
         steps = [
-            "apply the EXIF orientation, convert to RGB",
-            f"resize {whole} to {recipe.stored} pixels, bilinear with antialiasing",
-            f"take the {recipe.size} x {recipe.size} pixels in the middle, as float32 of 0..255, channels first",
+            "apply the EXIF orientation, convert to 8-bit RGB",
+            f"resize {resized} to {preprocess.stored_side} pixels, bilinear with antialiasing, rounded to 8 bits",
+            "round the other side down",
+            f"take the {recipe.size} x {recipe.size} pixels in the middle, offsets rounded half to even",
+            "as float32 of 0..255, channels first",
+            f"{PREPROCESS} does all of this",
         ]
     return {
-        "run": network.folder.name,
+        "run": trained.folder.name,
         "recipe": recipe.name,
-        "step": network.step,
-        "weights": network.fingerprint,
-        "spec": {**asdict(network.model.spec), "weights": FILES["safetensors"]},
-        "dim": network.model.dim,
+        "step": trained.step,
+        "weights": trained.fingerprint,
+        "spec": {**asdict(trained.model.spec), "weights": FILES["safetensors"]},
+        "dim": trained.model.dim,
         "size": recipe.size,
         "scales": list(recipe.scales),
         "input": {"name": "pixels", "shape": ["batch", 3, recipe.size, recipe.size], "values": "float32, 0..255"},
-        "output": {"name": "embeddings", "shape": ["batch", network.model.dim], "values": "float32, length 1"},
+        "output": {"name": "embeddings", "shape": ["batch", trained.model.dim], "values": "float32, length 1"},
+        "preprocessing": preprocess.as_dict(),
         "preparation": steps,
     }
 
 
 class _Embedding(nn.Module):
-    """A copy of the network at all its scales, on the CPU in float32, with nothing to train."""
+    """A copy of the model at all its scales, on the CPU in float32, with nothing to train."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, trained: TrainedModel) -> None:
         super().__init__()
-        self.model = copy.deepcopy(network.model).cpu().float().eval()
-        self.scales = network.recipe.scales
+        self.model = copy.deepcopy(trained.model).cpu().float().eval()
+        self.scales = trained.recipe.scales
         self.requires_grad_(False)
         for tensor in (*self.parameters(), *self.buffers()):
-            # whatever layout training chose, files hold rows after rows
+            # files hold contiguous tensors, whatever layout training chose
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -124,38 +127,39 @@ class _Embedding(nn.Module):
         return found
 
 
-def _write_safetensors(model: _Embedding, path: Path, network: Network) -> None:
+def _write_safetensors(model: _Embedding, path: Path, trained: TrainedModel) -> None:
     from safetensors.torch import save
 
     # a tensor with two names is written twice, which the format wants
     tensors = {name: value.clone() for name, value in model.model.state_dict().items()}
-    path.write_bytes(save(tensors, metadata={"format": "pt", "weights": network.fingerprint}))
+    metadata = {"format": "pt", "weights": trained.fingerprint, "trunk": trained.model.spec.trunk}
+    path.write_bytes(save(tensors, metadata=metadata))
 
 
-def _read_safetensors(path: Path, network: Network) -> Callable[[Tensor], Tensor]:
-    spec = ModelSpec(**{**asdict(network.model.spec), "weights": str(path)})
-    return _Embedding(replace(network, model=build_model(spec, seed=0)))
+def _read_safetensors(path: Path, trained: TrainedModel) -> Callable[[Tensor], Tensor]:
+    spec = ModelSpec(**{**asdict(trained.model.spec), "weights": str(path)})
+    return _Embedding(replace(trained, model=build_model(spec, seed=0)))
 
 
-def _write_torch(model: _Embedding, path: Path, network: Network) -> None:
-    torch.export.save(_traced(model, network), str(path))
+def _write_torch(model: _Embedding, path: Path, trained: TrainedModel) -> None:
+    torch.export.save(_traced(model, trained), str(path))
 
 
-def _traced(model: _Embedding, network: Network) -> "torch.export.ExportedProgram":
-    example = torch.rand(2, 3, network.recipe.size, network.recipe.size) * 255
+def _traced(model: _Embedding, trained: TrainedModel) -> "torch.export.ExportedProgram":
+    example = torch.rand(2, 3, trained.recipe.size, trained.recipe.size) * 255
     batch = torch.export.Dim("batch", min=1)
     # strict tracing would put the network's autocast regions into the graph
     return torch.export.export(model, (example,), dynamic_shapes={"pixels": {0: batch}}, strict=False)
 
 
-def _read_torch(path: Path, network: Network) -> Callable[[Tensor], Tensor]:
+def _read_torch(path: Path, trained: TrainedModel) -> Callable[[Tensor], Tensor]:
     return torch.export.load(str(path)).module()
 
 
-def _write_onnx(model: _Embedding, path: Path, network: Network) -> None:
+def _write_onnx(model: _Embedding, path: Path, trained: TrainedModel) -> None:
     with _quiet():
         torch.onnx.export(
-            _traced(model, network),
+            _traced(model, trained),
             (),
             path,
             dynamo=True,
@@ -166,7 +170,7 @@ def _write_onnx(model: _Embedding, path: Path, network: Network) -> None:
         )
 
 
-def _read_onnx(path: Path, network: Network) -> Callable[[Tensor], Tensor]:
+def _read_onnx(path: Path, trained: TrainedModel) -> Callable[[Tensor], Tensor]:
     import onnxruntime  # type: ignore[import-untyped]
 
     session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
@@ -178,12 +182,12 @@ def _read_onnx(path: Path, network: Network) -> Callable[[Tensor], Tensor]:
     return embed
 
 
-_WRITERS: Mapping[str, Callable[[_Embedding, Path, Network], None]] = {
+_WRITERS: Mapping[str, Callable[[_Embedding, Path, TrainedModel], None]] = {
     "safetensors": _write_safetensors,
     "torch": _write_torch,
     "onnx": _write_onnx,
 }
-_READERS: Mapping[str, Callable[[Path, Network], Callable[[Tensor], Tensor]]] = {
+_READERS: Mapping[str, Callable[[Path, TrainedModel], Callable[[Tensor], Tensor]]] = {
     "safetensors": _read_safetensors,
     "torch": _read_torch,
     "onnx": _read_onnx,
@@ -193,7 +197,7 @@ _READERS: Mapping[str, Callable[[Path, Network], Callable[[Tensor], Tensor]]] = 
 @torch.no_grad()
 def _largest_error(original: nn.Module, loaded: Callable[[Tensor], Tensor], size: int) -> float:
     errors = [float((original(pixels) - loaded(pixels)).abs().max()) for pixels in _examples(size)]
-    # max() passes over a NaN that does not come first
+    # max() skips a NaN that does not come first
     return float(np.max(errors))
 
 

@@ -1,9 +1,9 @@
 """Embedded images on disk.
 
 DIR/embeddings.npy            float32 [N, d], rows of length 1
-DIR/ids.parquet or ids.csv    id (the row), path, label, category, and x_1, y_1, x_2, y_2 where only a part was embedded
+DIR/ids.parquet or ids.csv    id (the row), path, label, category, and x_1, y_1, x_2, y_2 where boxes were embedded
 DIR/embedding.json            the run and its weights, sizes, the folder that paths are relative to
-DIR/left_out.txt              what is wrong with each image that could not be read, where there were any
+DIR/left_out.txt              one line for each image that could not be read, where there were any
 DIR/images/                   only where the data set draws its images and has no files
 """
 
@@ -11,26 +11,30 @@ import csv
 import hashlib
 import importlib.util
 import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import tokenize
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankgrad._files import atomic_folder
+from rankgrad._messages import first_ten, plural, printable
 from rankgrad.data.image_files import UnreadableImageError
-from rankgrad.data.readers.list_files import listing
 from rankgrad.data.readers.manifest import BOX
 from rankgrad.data.table import Table
-from rankgrad.search.image_lists import Items
-from rankgrad.search.trained_model import Network
+from rankgrad.search.image_lists import ImageList
+from rankgrad.search.signatures import is_own, sign
 from rankgrad.train.progress import Progress
 
+if TYPE_CHECKING:
+    from rankgrad.search.trained_model import TrainedModel
+
 EMBEDDINGS, ABOUT, IMAGES, LEFT_OUT = "embeddings.npy", "embedding.json", "images", "left_out.txt"
+IDS_FILES = ("ids.parquet", "ids.csv")
 FORMAT = 1
 # what is used of embedding.json
 ABOUT_KINDS: Mapping[str, type | tuple[type, ...]] = {
@@ -40,71 +44,164 @@ ABOUT_KINDS: Mapping[str, type | tuple[type, ...]] = {
 }
 IdsFormat = Literal["parquet", "csv"]
 
+# what a damaged file makes its reader raise; the head of an .npy file is a Python literal
+DAMAGE = (
+    OSError, ValueError, KeyError, TypeError, EOFError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError,
+    OverflowError, NotImplementedError,
+)  # fmt: skip
+
+# rows up to which all lengths are checked on opening, and the number checked of a larger gallery
+CHECKED_ROWS, SAMPLED_ROWS = 100_000, 4096
+LENGTH_ERROR = 1e-3
+# rows normalised at once
+BLOCK = 65_536
+
 
 @dataclass(frozen=True, eq=False)
 class Gallery:
-    """Embeddings with the images they are of.
+    """Embeddings and the images they are of.
 
     Attributes:
-        folder: where it lies.
-        embeddings: [N, d] float32, mapped from the file.
-        items: the images and their names.
-        about: what embedding.json says.
+        folder: that it was read from.
+        embeddings: [N, d] float32, rows of length 1; mapped from the file.
+        images: the images and their names.
+        about: the content of embedding.json.
+        source: how the folder of the images is known. "inside": it lies in the gallery's folder. "trusted": this user wrote
+            the gallery on this machine, or confirmed the folder. "claimed": only embedding.json says so. "none": there are
+            no images.
     """
 
     folder: Path
     embeddings: NDArray[np.float32]
-    items: Items
-    about: Mapping[str, Any]
+    images: ImageList
+    about: Mapping[str, Any] = field(default_factory=dict)
+    source: Literal["inside", "trusted", "claimed", "none"] = "claimed"
 
     def __len__(self) -> int:
         return len(self.embeddings)
 
     @property
     def digest(self) -> str:
-        """Stands for the numbers in embeddings.npy."""
+        """Digest of the numbers in embeddings.npy."""
         return str(self.about["digest"])
 
     @cached_property
     def class_sizes(self) -> Mapping[str, int]:
-        """Images of each class that has a name."""
-        names, counts = np.unique(np.array(self.items.labels), return_counts=True)
+        """Number of images of each class that has a name."""
+        names, counts = np.unique(np.array(self.images.labels), return_counts=True)
         return {str(name): int(count) for name, count in zip(names, counts, strict=True) if name}
 
     @classmethod
-    def open(cls, folder: Path) -> "Gallery":
-        """What `embed_images` wrote."""
-        about = _about(folder)
+    def of(cls, embeddings: NDArray[np.float32], images: ImageList | None = None) -> "Gallery":
+        """A gallery in memory, of rows of any length above 0."""
+        if embeddings.ndim != 2 or not embeddings.size:
+            raise ValueError(f"Gallery.of: embeddings must be [N, d] and not empty, got shape {embeddings.shape}")
+        items = len(embeddings)
+        if images is None:
+            table = Table("embeddings", Path(), tuple(map(str, range(items))), np.full(items, -1, np.int64))
+            return cls(Path(), unit_rows(embeddings), ImageList(table, ("",) * items, ("",) * items), source="none")
+        if len(images) != items:
+            raise ValueError(f"Gallery.of: there are {items:,} embeddings and {len(images):,} images; they must agree")
+        return cls(Path(), unit_rows(embeddings), images, source="trusted")
+
+    @classmethod
+    def open(cls, folder: Path, *, images: Path | None = None) -> "Gallery":
+        """Open what `embed_images` wrote.
+
+        Args:
+            folder: holds embeddings.npy and the rest.
+            images: the folder that the images are in, where it is not the one that was recorded, or to confirm that one.
+        """
+        if images is not None and not images.is_dir():
+            raise FileNotFoundError(f"{images} is not a folder: name the one that the images of {folder} are in")
+        about = _read_about(folder)
         try:
-            embeddings = np.load(_file(folder / EMBEDDINGS), mmap_mode="r", allow_pickle=False)
-            columns = _read_ids(_file(folder / about["ids"]))
+            embeddings = np.load(_inside(folder, EMBEDDINGS), mmap_mode="r", allow_pickle=False)
+            columns = _read_ids(_inside(folder, about["ids"]))
             shape = (len(columns["path"]), about["dim"])
-            root = folder / IMAGES if about["root"] is None else Path(about["root"])
-            table = Table(folder.name, root, tuple(columns["path"]), np.full(shape[0], -1, np.int64), boxes=_boxes(columns))
-            items = Items(table, tuple(columns["label"]), tuple(columns["category"]))
-        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-            told = repr(str(error)) if not str(error).isprintable() else error
-            raise ValueError(f"{folder} is no complete folder of embeddings ({told}): make it again with embed") from error
+            recorded = folder / IMAGES if about["root"] is None else Path(about["root"])
+            paths = tuple(columns["path"])
+            table = Table(folder.name, images or recorded, paths, np.full(shape[0], -1, np.int64), boxes=_boxes(columns))
+            listed = ImageList(table, _texts(columns["label"]), _texts(columns["category"]))
+        except DAMAGE as error:
+            reason = printable(str(error))
+            raise ValueError(f"{folder} is not a complete folder of embeddings ({reason}): make it again with embed") from error
         if embeddings.dtype != np.float32 or embeddings.shape != shape:
             raise ValueError(
                 f"{folder / EMBEDDINGS} must be float32 of shape {shape} as {about['ids']} and {ABOUT} say, "
                 f"got {embeddings.dtype} of shape {embeddings.shape}: make it again with embed"
             )
-        return cls(folder, embeddings, items, about)
+        source: Literal["inside", "trusted", "claimed"] = "claimed"
+        if images is not None or is_own(_claims(folder, about), about.get("signature")):
+            source = "trusted"
+        elif about["root"] is None:
+            source = "inside"
+        return cls(folder, _checked_lengths(embeddings, folder), listed, about, source)
 
-    def check_fits(self, network: Network) -> None:
-        """Raises where the embeddings were made with other weights than those of `network`."""
-        if self.about["weights"] != network.fingerprint:
+    def check_fits(self, model: "TrainedModel") -> None:
+        """Raise where the embeddings were made with other weights than those of `model`."""
+        if self.about and self.about["weights"] != model.fingerprint:
             raise ValueError(
-                f"the embeddings in {self.folder} were made with step {self.about['step']:,} of {self.about['run']}, and the "
-                f"{network.checkpoint} checkpoint of {network.folder}, step {network.step:,}, has other weights: their scores "
+                f"the embeddings in {self.folder} were made with step {self.about['step']:,} of {self.about['run']}, but the "
+                f"{model.checkpoint} checkpoint of {model.folder}, step {model.step:,}, has other weights: their scores "
                 "would mean nothing. Embed the images again"
             )
 
+    def check_images(self) -> None:
+        """Raise where nobody but embedding.json says which folder the images are in."""
+        if self.source == "claimed":
+            root = self.images.table.root
+            raise ValueError(
+                f"{self.folder} says that its images are in {root}, but it was not written by you on this machine. "
+                f"If these images may be shown, confirm the folder with --images {root}"
+            )
+
+    def image_file(self, row: int) -> Path:
+        """The file of an image, which a gallery from elsewhere cannot place outside of itself."""
+        self.check_images()
+        path = self.images.table.file(row)
+        if self.source == "inside" and not path.resolve().is_relative_to(self.folder.resolve()):
+            raise UnreadableImageError(f"{path} leads out of {self.folder}")
+        return path
+
+    def named(self, row: int) -> tuple[str, Path | None]:
+        """Label and file of an image."""
+        return self.images.labels[row], None if self.source == "none" else self.images.table.file(row)
+
+
+def unit_rows(embeddings: NDArray[Any]) -> NDArray[np.float32]:
+    """Rows of length 1 in float32; rows of zeros stay. No finite length over- or underflows."""
+    result = np.empty(embeddings.shape, np.float32)
+    for first in range(0, len(embeddings), BLOCK):
+        block = np.asarray(embeddings[first : first + BLOCK], np.float64)
+        largest = np.abs(block).max(axis=1, keepdims=True)
+        if not np.isfinite(largest).all():
+            raise ValueError("embeddings must be finite, got NaN or infinite numbers")
+        block = block / np.where(largest > 0, largest, 1)
+        length = np.linalg.norm(block, axis=1, keepdims=True)
+        result[first : first + BLOCK] = block / np.where(length > 0, length, 1)
+    return result
+
+
+def _checked_lengths(embeddings: NDArray[np.float32], folder: Path) -> NDArray[np.float32]:
+    """`embeddings` as they are where their rows have length 1, else a normalised copy."""
+    step = 1 if len(embeddings) <= CHECKED_ROWS else len(embeddings) // SAMPLED_ROWS
+    with np.errstate(over="ignore", invalid="ignore"):
+        is_unit = all(
+            np.allclose(np.linalg.norm(embeddings[first : first + BLOCK * step : step], axis=1), 1, atol=LENGTH_ERROR, rtol=0)
+            for first in range(0, len(embeddings), BLOCK * step)
+        )
+    if is_unit:
+        return embeddings
+    try:
+        return unit_rows(embeddings)
+    except ValueError as error:
+        raise ValueError(f"{folder / EMBEDDINGS}: {error}: make it again with embed") from None
+
 
 def embed_images(
-    network: Network,
-    items: Items,
+    model: "TrainedModel",
+    images: ImageList,
     folder: Path,
     *,
     ids: IdsFormat = "parquet",
@@ -113,64 +210,66 @@ def embed_images(
     shown: bool = True,
     say: Callable[[str], None] = print,
 ) -> Gallery:
-    """Embed `items` and write them to a new folder, which appears when all of it is there.
+    """Embed images and write the result to a new folder, which appears when it is complete.
 
     Args:
-        network: from `open_run`.
-        items: from `folder_of_images` and its siblings.
-        folder: must not be there, or be empty.
-        ids: the format of the list of images.
-        skip_bad: list images that cannot be read and leave them out; otherwise they are an error.
+        model: from `load`.
+        images: from `folder_of_images` and its siblings.
+        folder: must not exist, or be empty.
+        ids: format of the list of images.
+        skip_bad: list images that cannot be read and skip them; otherwise they are an error.
         workers: threads that decode.
-        shown: progress on standard error.
-        say: receives the list of what was left out.
+        shown: show progress on standard error.
+        say: receives the list of skipped images.
     """
     if ids == "parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ValueError("a list of images as parquet needs pyarrow: pip install 'rankgrad[search]', or take --ids csv")
-    with _appearing(folder) as unfinished:
+        raise ValueError("a list of images as parquet needs pyarrow: pip install 'rankgrad[search]', or use --ids csv")
+    with atomic_folder(folder) as unfinished:
         bad: list[UnreadableImageError] = []
         rows: list[int] = []
         with (
-            _EmbeddingsFile(unfinished / EMBEDDINGS, network.model.dim) as file,
-            Progress(len(items), f"embedding {items.table.name}", unit="images", shown=shown) as progress,
+            _EmbeddingsFile(unfinished / EMBEDDINGS, model.dim) as file,
+            Progress(len(images), f"embedding {images.table.name}", unit="images", shown=shown) as progress,
         ):
-            for done, embeddings, unreadable in network.embed_table(items.table, workers):
+            for done, embeddings, unreadable in model.embed_table(images.table, workers):
                 bad += unreadable
                 if bad and not skip_bad:
-                    raise _complaint(bad, "Mend or remove them, or leave such images out with --skip-bad")
+                    raise _unreadable(bad, "Repair or remove them, or skip them with --skip-bad")
                 if not np.isfinite(embeddings).all():
-                    raise ValueError(
-                        f"embed: the network of {network.folder} gives numbers that are not finite: train it again"
-                    )
+                    raise ValueError(f"embed: the model of {model.folder} gives numbers that are not finite: train it again")
                 file.write(embeddings)
                 rows += done
                 progress.advance(len(done) + len(unreadable))
         if not rows:
-            raise _complaint(bad, "There is nothing left to embed")
+            raise _unreadable(bad, "No image is left to embed")
         if bad:
-            say(f"left out {len(bad):,} of {len(items):,} images that cannot be read:\n{listing([str(one) for one in bad])}")
+            say(
+                f"Skipped {len(bad):,} of {plural(len(images), 'image')} that cannot be read:\n"
+                f"{first_ten([str(one) for one in bad])}"
+            )
             (unfinished / LEFT_OUT).write_text("".join(f"{one}\n" for one in bad), encoding="utf-8")
-        kept = items.select(rows)
+        kept = images.select(rows)
         if kept.table.pixels is not None:
-            kept = _drawn(kept, unfinished / IMAGES)
+            kept = _as_files(kept, unfinished / IMAGES)
         _write_ids(unfinished / f"ids.{ids}", kept)
         about = {
             "format": FORMAT,
-            "run": str(network.folder.resolve()),
-            "recipe": network.recipe.name,
-            "checkpoint": network.checkpoint,
-            "step": network.step,
-            "weights": network.fingerprint,
-            "source": items.table.name,
-            "root": None if items.table.pixels is not None else str(items.table.root.resolve()),
+            "run": str(model.folder.resolve()),
+            "recipe": model.recipe.name,
+            "checkpoint": model.checkpoint,
+            "step": model.step,
+            "weights": model.fingerprint,
+            "source": images.table.name,
+            "root": None if images.table.pixels is not None else str(images.table.root.resolve()),
             "images": len(rows),
             "left_out": len(bad),
-            "dim": network.model.dim,
-            "size": network.recipe.size,
+            "dim": model.dim,
+            "size": model.recipe.size,
             "ids": f"ids.{ids}",
             "digest": file.digest,
-            "debug": network.debug,
+            "debug": model.debug,
         }
+        about["signature"] = sign(_claims(unfinished, about))
         (unfinished / ABOUT).write_text(f"{json.dumps(about, indent=1)}\n", encoding="utf-8")
     return Gallery.open(folder)
 
@@ -181,18 +280,18 @@ class _EmbeddingsFile:
     def __init__(self, path: Path, dim: int) -> None:
         self._file, self._dim, self._rows = path.open("wb"), dim, 0
         self._hash = hashlib.blake2b(digest_size=16)
-        self._head()
+        self._write_head()
 
     def __enter__(self) -> "_EmbeddingsFile":
         return self
 
     def __exit__(self, *_: object) -> None:
-        # numpy leaves room in the head for the number of rows to grow
+        # numpy leaves space in the head for the number of rows to grow
         self._file.seek(0)
-        self._head()
+        self._write_head()
         self._file.close()
 
-    def _head(self) -> None:
+    def _write_head(self) -> None:
         content = {"descr": "<f4", "fortran_order": False, "shape": (self._rows, self._dim)}
         np.lib.format.write_array_header_1_0(self._file, content)
 
@@ -207,45 +306,37 @@ class _EmbeddingsFile:
         return self._hash.hexdigest()
 
 
-@contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `folder` when all went well and is removed otherwise."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already and not empty: give another folder with --out")
-    unfinished = folder.with_name(f".writing-{folder.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        if folder.exists():
-            folder.rmdir()
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+def _unreadable(bad: Sequence[UnreadableImageError], advice: str) -> UnreadableImageError:
+    return UnreadableImageError(f"embed: images that cannot be read:\n{first_ten([str(one) for one in bad])}\n{advice}")
 
 
-def _complaint(bad: Sequence[UnreadableImageError], advice: str) -> UnreadableImageError:
-    return UnreadableImageError(f"embed: images that cannot be read:\n{listing([str(one) for one in bad])}\n{advice}")
-
-
-def _drawn(items: Items, folder: Path) -> Items:
-    """The same images as PNG files in `folder`, for whoever wants to look at them later."""
+def _as_files(images: ImageList, folder: Path) -> ImageList:
+    """Drawn images as PNG files in `folder`, so that they can be shown later."""
     from PIL import Image
 
-    pixels = items.table.pixels
+    pixels = images.table.pixels
     assert pixels is not None
-    paths = tuple(f"{path}.png" for path in items.table.paths)
+    paths = tuple(f"{path}.png" for path in images.table.paths)
     for path, image in zip(paths, pixels, strict=True):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(folder / path)
-    return replace(items, table=replace(items.table, root=folder, paths=paths, pixels=None))
+    return replace(images, table=replace(images.table, root=folder, paths=paths, pixels=None))
 
 
-def _file(path: Path) -> Path:
-    """`path`, which must be a file: a pipe of that name would be waited for."""
+def _inside(folder: Path, name: str) -> Path:
+    """A file of a gallery, which must be one (opening a named pipe would block) and lie in its folder."""
+    path = folder / name
     if not path.is_file():
-        raise FileNotFoundError(f"{path.name} is missing")
+        raise FileNotFoundError(f"{name} is missing")
+    if path.resolve().parent != folder.resolve():
+        raise ValueError(f"{name} leads out of the folder")
     return path
+
+
+def _claims(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides which files of the disk a gallery stands for."""
+    ids = hashlib.blake2b((folder / about["ids"]).read_bytes(), digest_size=16).hexdigest()
+    return {"root": about["root"], "digest": about["digest"], "ids": ids}
 
 
 def _boxes(columns: Mapping[str, Sequence[Any]]) -> NDArray[np.float64] | None:
@@ -254,7 +345,11 @@ def _boxes(columns: Mapping[str, Sequence[Any]]) -> NDArray[np.float64] | None:
     return np.array([[float(edge or "nan") for edge in columns[name]] for name in BOX]).T
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def _texts(column: Sequence[Any]) -> tuple[str, ...]:
+    return tuple("" if value is None else str(value) for value in column)
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
     path = folder / ABOUT
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {folder} is not a folder that embed wrote")
@@ -265,20 +360,22 @@ def _about(folder: Path) -> dict[str, Any]:
         for name, kind in ABOUT_KINDS.items():
             if not isinstance(about[name], kind):
                 raise ValueError(f"its {name} is {about[name]!r}")
+        if about["ids"] not in IDS_FILES:
+            raise ValueError(f"its ids must be one of {', '.join(IDS_FILES)}, not {about['ids']!r}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read by this version ({error}): embed the images again") from error
     return about
 
 
-def _write_ids(path: Path, items: Items) -> None:
+def _write_ids(path: Path, images: ImageList) -> None:
     columns: dict[str, Sequence[Any]] = {
-        "id": range(len(items)),
-        "path": items.table.paths,
-        "label": items.labels,
-        "category": items.categories,
+        "id": range(len(images)),
+        "path": images.table.paths,
+        "label": images.labels,
+        "category": images.categories,
     }
-    if items.table.boxes is not None:
-        columns.update(zip(BOX, items.table.boxes.T.tolist(), strict=True))
+    if images.table.boxes is not None:
+        columns.update(zip(BOX, images.table.boxes.T.tolist(), strict=True))
     if path.suffix == ".parquet":
         import pyarrow as pa  # type: ignore[import-untyped]
         from pyarrow import parquet
@@ -292,7 +389,7 @@ def _write_ids(path: Path, items: Items) -> None:
 
 
 def _read_ids(path: Path) -> dict[str, list[Any]]:
-    """The columns of a list of images, texts as texts and edges as whatever `float` takes."""
+    """The columns of a list of images, paths and names as text and edges as anything that `float` takes."""
     if path.suffix == ".parquet":
         from pyarrow import parquet
 

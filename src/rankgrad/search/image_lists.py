@@ -1,7 +1,7 @@
-"""The images that a command line names (a folder, a CSV file, a split of a data set), each with what is known of it."""
+"""Lists of images to embed: of a folder, a CSV file, or a split of a data set, with the names of what they show."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ COLUMNS = ("path", "label", "category", *BOX)
 
 
 @dataclass(frozen=True, eq=False)
-class Items:
+class ImageList:
     """Images and the names of what they show.
 
     Attributes:
@@ -33,43 +33,57 @@ class Items:
     def __post_init__(self) -> None:
         lengths = len(self.table), len(self.labels), len(self.categories)
         if len(set(lengths)) != 1:
-            raise ValueError(f"Items: images, labels and categories must be as many, got {lengths}")
+            raise ValueError(f"ImageList: images, labels and categories must be equally many, got {lengths}")
 
     def __len__(self) -> int:
         return len(self.table)
 
-    def select(self, rows: Sequence[int]) -> "Items":
+    def select(self, rows: Sequence[int]) -> "ImageList":
         """Some of them, in the order given."""
         labels, categories = (tuple(names[row] for row in rows) for names in (self.labels, self.categories))
-        return Items(self.table.select(rows), labels, categories)
+        return ImageList(self.table.select(rows), labels, categories)
 
 
-def folder_of_images(folder: Path) -> Items:
-    """All images below `folder`; the class of each is the folder it lies in, none if that is `folder` itself."""
+def folder_of_images(folder: Path) -> ImageList:
+    """All images below `folder`, in the order of their paths; symbolic links are followed, hidden files are skipped.
+
+    The class of an image is the folder it is in, none if that is `folder` itself.
+    """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder: give a folder of images, a CSV file that lists them, or --data")
-    paths = []
-    for place, folders, files in os.walk(folder):
-        # hidden folders hold no images of the user's
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        inside = Path(place).relative_to(folder)
-        named = (name for name in sorted(files) if not name.startswith("."))
-        paths += [(inside / name).as_posix() for name in named if Path(name).suffix.lower() in EXTENSIONS]
+        raise FileNotFoundError(f"{folder} is not a folder: give a folder of images, a CSV file that lists them, or --data")
+    paths = list(_image_paths(folder, "", (folder.resolve(),)))
     if not paths:
         raise ValueError(f"{folder} holds no image: wanted are files that end in {', '.join(sorted(EXTENSIONS))}")
     table = Table(folder.name or "images", folder, tuple(paths), np.full(len(paths), -1, np.int64))
-    return Items(table, names_by_folder(paths), ("",) * len(paths))
+    return ImageList(table, names_by_folder(paths), ("",) * len(paths))
+
+
+def _image_paths(root: Path, below: str, above: tuple[Path, ...]) -> Iterator[str]:
+    """Paths of images relative to `root`, those of a folder before those of its subfolders; `above` ends loops of links."""
+    with os.scandir(root / below) as found:
+        entries = sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    folders = []
+    for entry in entries:
+        path = f"{below}/{entry.name}" if below else entry.name
+        if entry.is_dir():
+            folders.append(path)
+        elif Path(entry.name).suffix.lower() in EXTENSIONS:
+            yield path
+    for path in folders:
+        target = (root / path).resolve()
+        if target not in above:
+            yield from _image_paths(root, path, (*above, target))
 
 
 def names_by_folder(paths: list[str]) -> tuple[str, ...]:
-    """The name of the folder that each path lies in, with the folders above it where two have the same name."""
+    """The name of the folder that each path is in, with the folders above it where two have the same name."""
     parents = [path.rpartition("/")[0] for path in paths]
     last = {parent: parent.rpartition("/")[2] for parent in parents}
     unambiguous = len(set(last.values())) == len(last)
     return tuple(last[parent] if unambiguous else parent for parent in parents)
 
 
-def manifest_of_images(path: Path) -> Items:
+def manifest_of_images(path: Path) -> ImageList:
     """Images listed in a CSV file with the column path and, where there are any, label, category and boxes."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give a CSV file with the column path")
@@ -95,8 +109,8 @@ def manifest_of_images(path: Path) -> Items:
         try:
             boxes.append([float(row[name]) if row.get(name) else np.nan for name in BOX])
         except ValueError:
-            told = ", ".join(row[name] for name in BOX)
-            errors.add(f"{path}:{number}", f"{', '.join(BOX)} must be numbers or empty, got {told}")
+            given = ", ".join(row[name] for name in BOX)
+            errors.add(f"{path}:{number}", f"{', '.join(BOX)} must be numbers or empty, got {given}")
         rows.append(row)
     errors.raise_if_any()
     if not rows:
@@ -108,13 +122,13 @@ def manifest_of_images(path: Path) -> Items:
         np.full(len(rows), -1, np.int64),
         boxes=np.array(boxes) if any(name in header for name in BOX) else None,
     )
-    return Items(table, *(tuple(row.get(name, "") for row in rows) for name in ("label", "category")))
+    return ImageList(table, *(tuple(row.get(name, "") for row in rows) for name in ("label", "category")))
 
 
-def split_of_data_set(named: str, split: str, *, partial: bool = False) -> tuple[Items, tuple[str, ...]]:
-    """The split of `sop:DIR`, and what its reader has to say.
+def split_of_data_set(named: str, split: str, *, partial: bool = False) -> tuple[ImageList, tuple[str, ...]]:
+    """A split of `sop:DIR`, and the notes of its reader.
 
-    A class is called by the folder of its images where each class has one of its own, else by its number.
+    A class has the name of the folder of its images where each class has its own folder, else its number.
     """
     name, colon, place = named.partition(":")
     if name not in READERS or (not colon and READERS[name].needs_folder):
@@ -125,7 +139,7 @@ def split_of_data_set(named: str, split: str, *, partial: bool = False) -> tuple
     table = data_set.splits[split]
     names = ("", *table.category_names)
     categories = ("",) * len(table) if table.categories is None else tuple(names[i + 1] for i in table.categories.tolist())
-    return Items(table, _class_names(table), categories), data_set.notes
+    return ImageList(table, _class_names(table), categories), data_set.notes
 
 
 def _class_names(table: Table) -> tuple[str, ...]:
@@ -133,4 +147,4 @@ def _class_names(table: Table) -> tuple[str, ...]:
     parents = [path.rpartition("/")[0] for path in table.paths]
     if len(set(zip(labels, parents, strict=True))) == len(set(labels)) == len(set(parents)) and -1 not in labels:
         return names_by_folder(list(table.paths))
-    return tuple("" if label == -1 else str(label) for label in labels)
+    return tuple(map(table.class_name, labels))

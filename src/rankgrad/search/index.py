@@ -1,10 +1,11 @@
-"""Approximate search: an index of faiss chosen by size, tuned to a recall, and measured against exact search.
+"""Approximate search: a faiss index chosen by size, tuned to a recall, and measured against exact search.
 
     flat     every vector, exact
-    hnsw     a graph over the vectors; its memory is theirs and some more
+    hnsw     a graph over the vectors; takes their memory and some more
     ivfpq    the vectors compressed and sorted into lists; candidates are scored again from embeddings.npy
 
-All search by inner product, which is the cosine because embeddings have length 1.
+All search by inner product, which is the cosine because embeddings have length 1. The effort of a search grows with the number
+of neighbours asked for: a graph or a few lists that suffice for ten do not hold the hundred nearest.
 """
 
 import json
@@ -13,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankgrad._checks import check_choice
+from rankgrad._files import atomic_file, replace_file, write_error_reason
+from rankgrad._messages import table
 from rankgrad.data.seeds import bits, permutation
 from rankgrad.eval import neighbours
 from rankgrad.search.gallery import Gallery
-from rankgrad.search.searcher import INDEX, INDEX_ABOUT, INDEX_FORMAT, Searcher, exact_scores
+from rankgrad.search.searcher import INDEX, INDEX_ABOUT, INDEX_FORMAT, Effort, Searcher, exact_scores, index_claims
+from rankgrad.search.signatures import sign
 from rankgrad.train.progress import Progress
 
 if TYPE_CHECKING:
@@ -36,20 +40,20 @@ KINDS = ("flat", "hnsw", "ivfpq")
 HNSW_FROM, IVFPQ_FROM = 50_000, 1_000_000
 QUERIES = 1000
 KS = (1, 10, 100)
-# recall is tuned at this k
-TUNED_K = 10
+# recall is tuned at the first, and for longer lists at the second
+TUNED_K, TUNED_LONG_K = 10, 100
 # an answer is right if it scores no less than the k-th neighbour, up to the rounding of float32 dot products
 ROUNDING = 1e-5
 # vectors added at once
 ADDED = 65_536
 
 HNSW_LINKS, HNSW_EFFORT = 32, 200
-# what faiss wants to see of every centre that it learns, and what is enough
+# vectors that faiss wants for each centre that it learns, and as many as help
 LEAST_PER_CENTRE, ENOUGH_PER_CENTRE = 39, 64
 
 
 @dataclass(frozen=True)
-class Measured:
+class IndexReport:
     """How an index answers, against exact search.
 
     Attributes:
@@ -73,9 +77,8 @@ class Measured:
     exact_median_ms: float
 
     def table(self) -> str:
-        """Lines for people."""
+        """The figures beside those of exact search."""
         ks = list(self.recall)
-        header = ["index", *(f"recall@{k}" for k in ks), "median ms", "p95 ms", "MB"]
         row = [
             self.kind,
             *(f"{self.recall[k]:.4f}" for k in ks),
@@ -84,13 +87,11 @@ class Measured:
             f"{self.bytes / 1e6:.1f}",
         ]
         exact = ["exact", *("1.0000" for _ in ks), f"{self.exact_median_ms:.3f}", "", ""]
-        widths = [max(map(len, column)) for column in zip(header, row, exact, strict=True)]
-        lines = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in (header, row, exact))
-        return "\n".join("  ".join(line).rstrip() for line in lines)
+        return table(["index", *(f"recall@{k}" for k in ks), "median ms", "p95 ms", "MB"], [row, exact])
 
 
 def choose_kind(items: int) -> tuple[str, str]:
-    """The kind of index for so many images, and why."""
+    """The kind of index for this many images, and why."""
     if items < HNSW_FROM:
         return "flat", f"{items:,} images are below {HNSW_FROM:,}: comparing with all of them is fast and exact"
     if items < IVFPQ_FROM:
@@ -98,55 +99,57 @@ def choose_kind(items: int) -> tuple[str, str]:
     return "ivfpq", f"{items:,} images are {IVFPQ_FROM:,} or more: compressed vectors save memory"
 
 
-def build_index(gallery: Gallery, folder: Path, *, kind: str = "auto", recall: float = 0.95, shown: bool = True) -> Measured:
+def build_index(gallery: Gallery, folder: Path, *, kind: str = "auto", recall: float = 0.95, shown: bool = True) -> IndexReport:
     """Build, tune, measure and write an index.
 
     Args:
         gallery: what to index.
         folder: for index.faiss and index.json, which are replaced where they are; may be the gallery's own.
         kind: one of `KINDS`, or "auto".
-        recall: what the effort of a search (efSearch of hnsw, nprobe of ivfpq) is raised to reach, at 10 neighbours.
-        shown: progress on standard error.
+        recall: share of the nearest neighbours that a search must find; its effort (efSearch of hnsw, nprobe of ivfpq) is
+            raised until it does, at 10 neighbours and at 100.
+        shown: show progress on standard error.
     """
     check_choice(kind, ("auto", *KINDS), name="kind", caller="build_index")
     if not 0 < recall <= 1:
         raise ValueError(f"build_index: recall must lie in (0, 1], got {recall}")
     if len(gallery) < 2:
-        raise ValueError(f"build_index: at least 2 images are wanted, got {len(gallery)}")
+        raise ValueError(f"build_index: at least 2 images are needed, got {len(gallery)}")
     chosen, why = choose_kind(len(gallery)) if kind == "auto" else (kind, "as asked")
     began = time.perf_counter()
     index, settings = _BUILDERS[chosen](gallery.embeddings)
     _add(index, gallery.embeddings, shown)
     seconds = time.perf_counter() - began
-    searcher = Searcher(gallery, index, {"kind": chosen}, again=chosen == "ivfpq")
+    searcher = Searcher(gallery, index, chosen, rescore=chosen == "ivfpq")
     truth = _Truth.of(gallery)
     if chosen != "flat":
-        effort, reached = _tune(searcher, truth, recall)
-        settings |= effort
-        why += f"; {', '.join(f'{name} {value}' for name, value in effort.items())} " + (
+        searcher, reached = _tune(searcher, truth, recall)
+        assert searcher.effort is not None
+        name = "nprobe" if chosen == "ivfpq" else "efSearch"
+        settings |= {name: searcher.effort.least, f"{name}_per_neighbour": searcher.effort.per_neighbour}
+        why += f"; {name} {searcher.effort.least} " + (
             f"reaches recall@{truth.tuned_k} {recall:g}"
             if reached >= recall
-            else f"is the most there is, and reaches recall@{truth.tuned_k} {reached:.3f} of the {recall:g} asked for"
+            else f"is the maximum and reaches recall@{truth.tuned_k} {reached:.3f} of the {recall:g} asked for"
         )
     folder.mkdir(parents=True, exist_ok=True)
     written = _write_faiss(index, folder)
-    measured = _measure(searcher, truth, why, written)
-    about = {
+    report = _measure(searcher, truth, why, written)
+    about: dict[str, Any] = {
         "format": INDEX_FORMAT,
         "kind": chosen,
         "settings": settings,
         "images": len(gallery),
         "dim": gallery.embeddings.shape[1],
-        # beside one another they may be moved together
+        # relative, so that the two can be moved together
         "embeddings": os.path.relpath(gallery.folder.resolve(), folder.resolve()),
         "digest": gallery.digest,
         "build_seconds": round(seconds, 3),
-        "measured": asdict(measured),
+        "measured": asdict(report),
     }
-    unfinished = folder / f".writing-{INDEX_ABOUT}"
-    unfinished.write_text(f"{json.dumps(about, indent=1)}\n", encoding="utf-8")
-    unfinished.replace(folder / INDEX_ABOUT)
-    return measured
+    about["signature"] = sign(index_claims(about))
+    replace_file(folder / INDEX_ABOUT, f"{json.dumps(about, indent=1)}\n")
+    return report
 
 
 def _flat(embeddings: NDArray[np.float32]) -> "tuple[faiss.Index, dict[str, Any]]":
@@ -171,7 +174,7 @@ def _ivfpq(embeddings: NDArray[np.float32]) -> "tuple[faiss.Index, dict[str, Any
     code_bits = min(8, int(math.log2(max(items // LEAST_PER_CENTRE, 1))))
     if code_bits < 4:
         raise ValueError(
-            f"build_index: ivfpq learns from at least {16 * LEAST_PER_CENTRE} images, got {items}: use the kind flat or hnsw"
+            f"build_index: ivfpq needs at least {16 * LEAST_PER_CENTRE} images, got {items}: use the kind flat or hnsw"
         )
     # about 4 sqrt(N) lists, a power of two
     lists = 2 ** min(round(math.log2(4 * math.sqrt(items))), int(math.log2(items // LEAST_PER_CENTRE)))
@@ -201,7 +204,7 @@ def _add(index: "faiss.Index", embeddings: NDArray[np.float32], shown: bool) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Truth:
-    """Queries out of the gallery and what exact search finds for them, themselves left out."""
+    """Queries from the gallery and what exact search finds for them, themselves excluded."""
 
     rows: NDArray[np.int64]
     queries: NDArray[np.float32]
@@ -223,10 +226,10 @@ class _Truth:
     def tuned_k(self) -> int:
         return min(TUNED_K, len(self.scores[0]))
 
-    def recall(self, searcher: Searcher, k: int) -> float:
-        """Of the answers that `searcher` gives when it is asked for k."""
-        _, found = searcher.search(self.queries, k + 1)
-        # the query itself goes to the end, and with it what stands for nothing found
+    def recall(self, searcher: Searcher, k: int, *, index_alone: bool = False) -> float:
+        """Of the answers that `searcher`, or its index alone, gives when it is asked for k."""
+        _, found = (searcher.search_index if index_alone else searcher.search)(self.queries, k + 1)
+        # the query itself goes to the end, and with it rows that were not found
         order = np.argsort((found == self.rows[:, None]) | (found < 0), axis=1, kind="stable")
         found = np.take_along_axis(found, order, axis=1)[:, :k]
         found[found == self.rows[:, None]] = -1
@@ -234,22 +237,27 @@ class _Truth:
         return float((scores >= self.scores[:, k - 1 : k] - ROUNDING).mean())
 
 
-def _tune(searcher: Searcher, truth: _Truth, target: float) -> tuple[dict[str, int], float]:
-    """Double the effort of a search until it reaches the target; the setting and the recall."""
+def _tune(searcher: Searcher, truth: _Truth, target: float) -> tuple[Searcher, float]:
+    """Double the effort of a search until it reaches the target at 10 neighbours, then for each neighbour at 100.
+
+    Returns the searcher and its recall at 10.
+    """
     import faiss
 
-    index = searcher.index
-    compressed = isinstance(index, faiss.IndexIVF)
-    reached, effort = 0.0, 0
-    for effort in _doubled(1, index.nlist) if isinstance(index, faiss.IndexIVF) else _doubled(16, 4096):
-        if isinstance(index, faiss.IndexIVF):
-            index.nprobe = effort
-        elif isinstance(index, faiss.IndexHNSW):
-            index.hnsw.efSearch = effort
-        reached = truth.recall(searcher, truth.tuned_k)
+    first, last = (1, searcher.index.nlist) if isinstance(searcher.index, faiss.IndexIVF) else (16, 4096)
+    reached = 0.0
+    for least in _doubled(first, last):
+        searcher = replace(searcher, effort=Effort(least))
+        reached = truth.recall(searcher, truth.tuned_k, index_alone=True)
         if reached >= target:
             break
-    return {"nprobe" if compressed else "efSearch": effort}, reached
+    assert searcher.effort is not None
+    least, long_k = searcher.effort.least, min(TUNED_LONG_K, truth.scores.shape[1])
+    for effort in _doubled(least, max(least, last)):
+        searcher = replace(searcher, effort=Effort(least, round(effort / long_k, 4) if effort > least else 0.0))
+        if truth.recall(searcher, long_k, index_alone=True) >= target:
+            break
+    return searcher, reached
 
 
 def _doubled(first: int, last: int) -> Iterator[int]:
@@ -260,14 +268,14 @@ def _doubled(first: int, last: int) -> Iterator[int]:
     yield last
 
 
-def _measure(searcher: Searcher, truth: _Truth, why: str, written: int) -> Measured:
+def _measure(searcher: Searcher, truth: _Truth, why: str, written: int) -> IndexReport:
     recall = {k: truth.recall(searcher, k) for k in truth.ks}
     with _one_thread():
         times = _latencies(lambda query: searcher.search(query, TUNED_K), truth.queries)
         exact = Searcher(searcher.gallery)
-        # a scan of the whole gallery each: a few tell enough
+        # each scans the whole gallery: a few are enough
         exact_times = _latencies(lambda query: exact.search(query, TUNED_K), truth.queries[:20])
-    return Measured(
+    return IndexReport(
         kind=searcher.kind,
         why=why,
         queries=len(truth.queries),
@@ -280,7 +288,7 @@ def _measure(searcher: Searcher, truth: _Truth, why: str, written: int) -> Measu
 
 
 def _latencies(search: Callable[[NDArray[np.float32]], object], queries: NDArray[np.float32]) -> list[float]:
-    """Milliseconds of each query alone, after one that counts for nothing."""
+    """Milliseconds of each query alone, after a warm-up."""
     search(queries[:1])
     times = []
     for i in range(len(queries)):
@@ -308,13 +316,12 @@ def _one_thread() -> Iterator[None]:
 def _write_faiss(index: "faiss.Index", folder: Path) -> int:
     import faiss
 
-    unfinished = folder / f".writing-{INDEX}"
     try:
-        faiss.write_index(index, str(unfinished))
-    except RuntimeError as error:
-        unfinished.unlink(missing_ok=True)
-        raise OSError(f"{folder / INDEX} cannot be written: make room there or give another folder with --out") from error
-    unfinished.replace(folder / INDEX)
+        with atomic_file(folder / INDEX) as unfinished:
+            faiss.write_index(index, str(unfinished))
+    except (RuntimeError, OSError) as error:
+        reason = write_error_reason(error) if isinstance(error, OSError) else "faiss could not write it, is the disk full?"
+        raise OSError(f"{folder / INDEX} cannot be written ({reason}): free some space or choose another --out") from error
     return (folder / INDEX).stat().st_size
 
 

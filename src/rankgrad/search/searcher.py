@@ -1,26 +1,46 @@
-"""The nearest images of a gallery: exactly, or through an index and then exactly among its candidates."""
+"""Nearest neighbours in a gallery: exactly, or with an index and then exactly among its candidates."""
 
+import importlib
 import json
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankgrad.eval import neighbours
-from rankgrad.search.gallery import ABOUT, Gallery
+from rankgrad.search.gallery import ABOUT, Gallery, unit_rows
+from rankgrad.search.signatures import is_own
 
 if TYPE_CHECKING:
     import faiss
 
 INDEX, INDEX_ABOUT = "index.faiss", "index.json"
 INDEX_FORMAT = 1
-# candidates that a compressing index gives for each neighbour that is wanted, to be ordered by their exact scores
+# candidates that a compressing index returns for each neighbour asked for, to be ordered by their exact scores
 CANDIDATES = 10
 LEAST_CANDIDATES = 100
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How thoroughly an index is searched: efSearch of hnsw, nprobe of ivfpq.
+
+    Attributes:
+        least: for a few neighbours.
+        per_neighbour: for many: the effort follows the number of neighbours asked for.
+    """
+
+    least: int
+    per_neighbour: float = 0.0
+
+    def at(self, k: int) -> int:
+        """Effort of a search for `k` neighbours."""
+        return max(self.least, math.ceil(self.per_neighbour * k))
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,85 +50,98 @@ class Searcher:
     Attributes:
         gallery: the embeddings.
         index: of faiss; None searches exactly.
-        about: what index.json says, empty without an index.
-        again: whether candidates of the index are scored again, because it holds them compressed.
+        kind: of the index, or "exact".
+        effort: of a search in the index; None for an index that has no such setting.
+        rescore: score the candidates of the index again, because it holds them compressed.
     """
 
     gallery: Gallery
     index: "faiss.Index | None" = None
-    about: Mapping[str, Any] = field(default_factory=dict)
-    again: bool = False
-    # faiss keeps what a search visited in the index
+    kind: str = "exact"
+    effort: Effort | None = None
+    rescore: bool = False
+    # faiss keeps statistics of its searches in the index
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    @property
-    def kind(self) -> str:
-        return str(self.about["kind"]) if self.index is not None else "exact"
-
     @classmethod
-    def open(cls, folder: Path, *, exact: bool = False) -> "Searcher":
-        """The index in `folder`, or the embeddings in it searched exactly.
+    def open(cls, folder: Path, *, exact: bool = False, images: Path | None = None) -> "Searcher":
+        """Open the index in `folder`, or the embeddings in it to search exactly.
 
         Args:
             folder: written by `build_index`, or by `embed_images` alone.
-            exact: leave the index aside, which needs no faiss.
+            exact: ignore the index, which needs no faiss.
+            images: see `Gallery.open`.
         """
         path = folder / INDEX_ABOUT
         if not path.is_file():
             if (folder / ABOUT).is_file():
-                return cls(Gallery.open(folder))
+                return cls(Gallery.open(folder, images=images))
             raise FileNotFoundError(f"{folder} holds neither {INDEX_ABOUT} nor {ABOUT}: make it with embed and index")
         try:
             about = json.loads(path.read_text(encoding="utf-8"))
             if about["format"] != INDEX_FORMAT:
                 raise ValueError(f"its format is {about['format']} and not {INDEX_FORMAT}")
-            named, digest, kind = (folder / about["embeddings"]).resolve(), about["digest"], about["kind"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path} cannot be read by this version ({error}): make the index again") from error
-        gallery = Gallery.open(named)
+            named, digest, kind = folder / about["embeddings"], str(about["digest"]), str(about["kind"])
+            effort = effort_in(kind, about["settings"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"{path} cannot be read by this version ({error}): rebuild the index") from error
+        if named.resolve() != folder.resolve() and not is_own(index_claims(about), about.get("signature")):
+            raise ValueError(
+                f"{path} says that its embeddings are in {named.resolve()}, but it was not written by you on this machine. "
+                f"Rebuild it with: rankgrad index EMBEDDINGS --out {folder}"
+            )
+        gallery = Gallery.open(named.resolve(), images=images)
         if exact:
             return cls(gallery)
         if digest != gallery.digest:
-            raise ValueError(f"the index in {folder} is of other embeddings than now lie in {gallery.folder}: make it again")
-        import faiss
-
-        if not (folder / INDEX).is_file():
-            raise FileNotFoundError(f"{folder / INDEX} is missing: make the index again")
-        try:
-            index = faiss.read_index(str(folder / INDEX))
-        except RuntimeError as error:
-            raise ValueError(f"{folder / INDEX} cannot be read: make the index again") from error
-        if (index.ntotal, index.d) != gallery.embeddings.shape:
             raise ValueError(
-                f"{folder / INDEX} is of {index.ntotal} images and {index.d} dimensions, the embeddings of "
-                f"{gallery.embeddings.shape[0]} and {gallery.embeddings.shape[1]}: make the index again"
+                f"the index in {folder} was built from different embeddings than those in {gallery.folder}; rebuild it with: "
+                f"rankgrad index {gallery.folder}"
             )
-        return cls(gallery, index, about, again=kind == "ivfpq")
+        return cls(gallery, _read_index(folder / INDEX, gallery), kind, effort, rescore=kind == "ivfpq")
 
-    def search(self, queries: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """[Q, k] cosines and rows, best first; k is cut to the size of the gallery.
-
-        An index may find fewer than k: row -1 stands for what it did not find.
-        """
+    def search(self, queries: NDArray[Any], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """[Q, k] cosines and rows, best first; k is cut to the size of the gallery. Queries may have any length above 0."""
         if queries.ndim != 2 or queries.shape[1] != self.gallery.embeddings.shape[1]:
             raise ValueError(
                 f"Searcher: queries must be [Q, {self.gallery.embeddings.shape[1]}] as the gallery is, got {queries.shape}"
             )
         k = min(k, len(self.gallery))
+        units = unit_rows(queries)
         if self.index is None:
-            return self._exactly(np.ascontiguousarray(queries), k)
-        asked = min(max(CANDIDATES * k, LEAST_CANDIDATES), len(self.gallery)) if self.again else k
+            return self._search_exactly(units, k)
+        scores, rows = self.search_index(units, k)
+        # a graph may be disconnected, and lists may be short: what the index does not find is searched for exactly
+        missing = np.flatnonzero((rows < 0).any(axis=1))
+        if len(missing):
+            scores[missing], rows[missing] = self._search_exactly(units[missing], k)
+        return scores, rows
+
+    def search_index(self, queries: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """What the index alone finds for queries of length 1; row -1 where it finds fewer than k."""
+        assert self.index is not None
+        candidates = min(max(CANDIDATES * k, LEAST_CANDIDATES), len(self.gallery)) if self.rescore else k
         with self._lock:
-            scores, rows = self.index.search(np.ascontiguousarray(queries), asked)
-        return self._rescored(queries, rows, k) if self.again else (scores, rows)
+            scores, rows = self.index.search(queries, candidates, params=self._parameters(k))
+        return self._rescored(queries, rows, k) if self.rescore else (scores, rows)
 
     def search_from(self, row: int, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """[k] cosines and rows of the neighbours of an image of the gallery, itself left out."""
+        """[k] cosines and rows of the neighbours of an image of the gallery, without itself."""
         scores, rows = self.search(np.array(self.gallery.embeddings[row])[None], min(k + 1, len(self.gallery)))
         others = rows[0] != row
         return scores[0][others][:k], rows[0][others][:k]
 
-    def _exactly(self, queries: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def _parameters(self, k: int) -> "faiss.SearchParameters | None":
+        if self.effort is None:
+            return None
+        # the types that faiss ships do not know its parameters
+        library: Any = importlib.import_module("faiss")
+        effort = self.effort.at(k)
+        if isinstance(self.index, library.IndexIVF):
+            return cast("faiss.SearchParameters", library.SearchParametersIVF(nprobe=min(effort, self.index.nlist)))
+        return cast("faiss.SearchParameters", library.SearchParametersHNSW(efSearch=effort))
+
+    def _search_exactly(self, queries: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         if len(queries) > 1:
             return neighbours(queries, self.gallery.embeddings, k, normalize=False)
         # for a single query a product with a vector is ten times as fast as tiles of queries; the order is the same
@@ -124,6 +157,24 @@ class Searcher:
         return np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
 
 
+def is_searchable(folder: Path) -> bool:
+    """Whether `Searcher.open` would find embeddings or an index in `folder`."""
+    return (folder / INDEX_ABOUT).is_file() or (folder / ABOUT).is_file()
+
+
+def index_claims(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides which embeddings an index.json stands for."""
+    return {"embeddings": about["embeddings"], "digest": about["digest"]}
+
+
+def effort_in(kind: str, settings: Mapping[str, Any]) -> Effort | None:
+    """The effort that index.json records; an index written before it followed k gets what it needs for that."""
+    if kind == "flat":
+        return None
+    name, per_neighbour = ("nprobe", 0.0) if kind == "ivfpq" else ("efSearch", 2.0)
+    return Effort(int(settings[name]), float(settings.get(f"{name}_per_neighbour", per_neighbour)))
+
+
 def exact_scores(queries: NDArray[np.float32], gallery: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
     """[Q, K] cosines of each query with its rows of the gallery; -inf for row -1."""
     scores = np.full(rows.shape, -np.inf, np.float32)
@@ -131,3 +182,20 @@ def exact_scores(queries: NDArray[np.float32], gallery: NDArray[np.float32], row
         found = chosen >= 0
         scores[query, found] = gallery[chosen[found]] @ vector
     return scores
+
+
+def _read_index(path: Path, gallery: Gallery) -> "faiss.Index":
+    import faiss
+
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: rebuild the index")
+    try:
+        index = faiss.read_index(str(path))
+    except RuntimeError as error:
+        raise ValueError(f"{path} cannot be read: rebuild the index") from error
+    if (index.ntotal, index.d) != gallery.embeddings.shape:
+        raise ValueError(
+            f"{path} is of {index.ntotal} images and {index.d} dimensions, the embeddings of "
+            f"{gallery.embeddings.shape[0]} and {gallery.embeddings.shape[1]}: rebuild the index"
+        )
+    return index

@@ -6,26 +6,26 @@
     /api/search           GET ?item=ID, or POST with an image in the form field "image"; ?k=N
     /thumb/ID             a small JPEG of an image of the gallery
 
-Images are named by their number alone; nothing that comes with a request becomes a path. The network works in a thread, one
-request at a time, while the page and its pictures are served on.
+Images are named by their number alone; nothing that comes with a request becomes a path. Uploads are decoded and embedded one
+at a time in a thread of their own, thumbnails in a few others, so that neither holds up the rest. Every wait for a client has
+a time limit.
 """
 
-import io
-import threading
-import time
-from collections.abc import AsyncGenerator, Mapping
-from functools import partial
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-import numpy as np
+import anyio
 
 # starlette would miss it only when the first form arrives
 import python_multipart  # noqa: F401
-from numpy.typing import NDArray
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import MutableHeaders, UploadFile
+from starlette.datastructures import Headers, MutableHeaders, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.middleware import Middleware
@@ -34,12 +34,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rankgrad.data.image_files import ImageDecoder, UnreadableImageError
-from rankgrad.data.seeds import bits, permutation
-from rankgrad.search.searcher import Searcher
-from rankgrad.search.trained_model import Network
-from rankgrad.search.uploads import KINDS, MOST_BYTES, MOST_PIXELS, RefusedError, embed_upload, too_large
+from rankgrad.search.search_service import MOST_BYTES, RefusedError, SearchService, too_large
+
+T = TypeVar("T")
 
 PAGE = Path(__file__).parent / "page"
 ASSETS = {
@@ -61,140 +60,52 @@ HEADERS = {
 }
 NEIGHBOURS, MOST_NEIGHBOURS = 24, 100
 SHOWN, MOST_SHOWN = 24, 96
-# pixels of a thumbnail: its short side, and the most of its long side
-THUMB, THUMB_LONG = 256, 640
 # what a form adds around the file in it
 FORM_BYTES = 10_000
 
-
-class SearchPage:
-    """What the page is asked and answers, without the web around it."""
-
-    def __init__(self, network: Network, searcher: Searcher) -> None:
-        self.network, self.searcher, self.gallery = network, searcher, searcher.gallery
-        self.gallery.check_fits(network)
-        self._decoder = ImageDecoder(self.gallery.items.table, THUMB, square=False)
-        self._working = threading.Lock()
-        # labels are looked through once per different one
-        self._names, self._name_of = np.unique(np.array(self.gallery.items.labels), return_inverse=True)
-
-    def about(self) -> dict[str, Any]:
-        network = self.network
-        return {
-            "run": network.folder.resolve().name,
-            "recipe": network.recipe.name,
-            "trunk": network.recipe.trunk,
-            "step": network.step,
-            "checkpoint": network.checkpoint,
-            "debug": network.debug,
-            "gallery": self.gallery.about["source"],
-            "images": len(self.gallery),
-            "classes": len(self.gallery.class_sizes),
-            "dim": self.gallery.embeddings.shape[1],
-            "index": self.searcher.kind,
-            "version": self.gallery.digest[:8],
-            "most_bytes": MOST_BYTES,
-            "most_pixels": MOST_PIXELS,
-            "kinds": KINDS,
-        }
-
-    def items(self, label: str, seed: int, offset: int, limit: int) -> dict[str, Any]:
-        """Images in an order that `seed` decides, those whose label contains `label`."""
-        order = permutation(len(self.gallery), bits(seed, "page"))
-        if label:
-            wanted = np.array([label.casefold() in name.casefold() for name in self._names.tolist()], dtype=np.bool_)
-            order = order[wanted[self._name_of[order]]]
-        chosen = order[offset : offset + limit].tolist()
-        return {"total": len(order), "offset": offset, "items": [self.item(row) for row in chosen]}
-
-    def item(self, row: int) -> dict[str, Any]:
-        items = self.gallery.items
-        label = items.labels[row]
-        return {
-            "id": row,
-            "label": label,
-            "category": items.categories[row],
-            "name": items.table.paths[row],
-            "class_size": self.gallery.class_sizes.get(label, 0),
-        }
-
-    def search_from(self, row: int, k: int) -> dict[str, Any]:
-        began = time.perf_counter()
-        scores, rows = self.searcher.search_from(self._checked(row), k)
-        query = self.item(row)
-        found = self._found(scores, rows, query["label"])
-        return {"query": query, "results": found, "seconds": round(time.perf_counter() - began, 4)}
-
-    def search_with(self, content: bytes, k: int) -> dict[str, Any]:
-        began = time.perf_counter()
-        with self._working:
-            embedding = embed_upload(self.network, content)
-        scores, rows = self.searcher.search(embedding[None], k)
-        found = self._found(scores[0], rows[0], "")
-        return {"query": None, "results": found, "seconds": round(time.perf_counter() - began, 4)}
-
-    def _found(self, scores: NDArray[np.float32], rows: NDArray[np.int64], label: str) -> list[dict[str, Any]]:
-        """One entry per neighbour; `right` says whether it is of the query's class, None where nobody knows."""
-        found: list[dict[str, Any]] = []
-        for score, row in zip(scores.tolist(), rows.tolist(), strict=True):
-            if row >= 0:
-                item = self.item(row)
-                right = item["label"] == label if label and item["label"] else None
-                found.append({**item, "rank": len(found) + 1, "score": round(score, 4), "right": right})
-        return found
-
-    def thumb(self, row: int) -> bytes:
-        """A JPEG without anything that its file says about camera, place or owner."""
-        try:
-            image = self._decoder.image(self._checked(row))
-        except UnreadableImageError:
-            raise RefusedError(404, f"The file of image {row} is no longer there or cannot be read.") from None
-        image.thumbnail((THUMB_LONG, THUMB_LONG))
-        image.info.clear()
-        content = io.BytesIO()
-        image.save(content, "JPEG", quality=85)
-        return content.getvalue()
-
-    def _checked(self, row: int) -> int:
-        if not 0 <= row < len(self.gallery):
-            raise RefusedError(404, f"There is no image {row}: the gallery has 0 to {len(self.gallery) - 1}.")
-        return row
+# seconds that a client has for the head of a request, for reading what it was sent, and for an upload
+HEAD_SECONDS, READ_SECONDS, UPLOAD_SECONDS = 10, 30, 60
+# uploads that wait for the one at work; their bytes wait on disk
+MOST_WAITING = 64
+THUMB_THREADS = 4
 
 
-def make_app(page: SearchPage, *, hosts: list[str]) -> Starlette:
+def make_app(service: SearchService, *, hosts: list[str]) -> ASGIApp:
     """The application. `hosts` are the names it may be called by, which keeps other sites' scripts from reaching it."""
     assets = {path: (PAGE / name).read_bytes() for path, (name, _) in ASSETS.items()}
+    uploads, thumbs = WorkQueue(threads=1, most=MOST_WAITING), WorkQueue(threads=THUMB_THREADS)
 
     async def asset(request: Request) -> Response:
         path = request.url.path
         return Response(assets[path], media_type=ASSETS[path][1], headers={"cache-control": "no-cache"})
 
     async def about(request: Request) -> Response:
-        return _json(page.about())
+        return _json(service.about())
 
     async def items(request: Request) -> Response:
         asked = request.query_params
         label = asked.get("label", "").strip()[:200]
         numbers = (
             _number(asked, "seed", 0, 2**32),
-            _number(asked, "offset", 0, len(page.gallery)),
+            _number(asked, "offset", 0, len(service.gallery)),
             _number(asked, "limit", SHOWN, MOST_SHOWN, least=1),
         )
-        return _json(await run_in_threadpool(page.items, label, *numbers))
+        return _json(await run_in_threadpool(service.items, label, *numbers))
 
     async def search(request: Request) -> Response:
         k = _number(request.query_params, "k", NEIGHBOURS, MOST_NEIGHBOURS, least=1)
         if request.method == "POST":
-            work = partial(page.search_with, await _uploaded(request), k)
-        elif "item" in request.query_params:
-            work = partial(page.search_from, _number(request.query_params, "item", 0, 2**63 - 1), k)
-        else:
+            async with _uploaded(request) as image:
+                return _json(await uploads.run(lambda: service.search_with(image.file.read(MOST_BYTES + 1), k)))
+        if "item" not in request.query_params:
             raise RefusedError(400, "Say what to search from: ?item=ID, or send an image.")
-        return _json(await run_in_threadpool(work))
+        row = _number(request.query_params, "item", 0, 2**63 - 1)
+        return _json(await run_in_threadpool(service.search_from, row, k))
 
     async def thumb(request: Request) -> Response:
-        content = await run_in_threadpool(page.thumb, request.path_params["row"])
-        # the page puts the gallery's version into the address, so what is kept is never another gallery's
+        row = _row_in(request.path_params["row"])
+        content = await thumbs.run(lambda: service.thumb(row))
+        # the page puts the gallery's version into the address, so a cached one is never another gallery's
         return Response(content, media_type="image/jpeg", headers={"cache-control": "private, max-age=86400, immutable"})
 
     routes = [Route(path, asset) for path in ASSETS]
@@ -202,26 +113,42 @@ def make_app(page: SearchPage, *, hosts: list[str]) -> Starlette:
         Route("/api/about", about),
         Route("/api/items", items),
         Route("/api/search", search, methods=["GET", "POST"]),
-        Route("/thumb/{row:int}", thumb),
+        Route("/thumb/{row}", thumb),
     ]
-    return Starlette(
+    app = Starlette(
         routes=routes,
-        middleware=[
-            Middleware(Guard),
-            Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
-        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
         exception_handlers={RefusedError: _refused, HTTPException: _http_error, 500: _failed},
     )
+    # around everything, so that the answer to an error inside has the headers, too
+    return SecurityHeaders(app)
 
 
-class Guard:
-    """Puts the security headers on every answer, and refuses what another site's page asks for."""
+class WorkQueue:
+    """Work in a few threads of its own, refused where too much is waiting already."""
+
+    def __init__(self, *, threads: int, most: int | None = None) -> None:
+        self._pool: Executor = ThreadPoolExecutor(threads)
+        self._most, self._waiting = most, 0
+
+    async def run(self, work: Callable[[], T]) -> T:
+        if self._most is not None and self._waiting > self._most:
+            raise RefusedError(503, "The server is busy with other searches. Try again in a few seconds.")
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._waiting -= 1
+
+
+class SecurityHeaders:
+    """Adds the security headers to every answer, and refuses what another site's page asks for."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_guarded(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
@@ -230,28 +157,82 @@ class Guard:
 
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif _from_elsewhere(dict(scope["headers"])) and scope["path"] != "/":
+        elif _is_cross_site(Headers(scope=scope)) and scope["path"] != "/":
             answer = _json({"error": "This page answers only itself."}, 403)
-            await answer(scope, receive, send_guarded)
+            await answer(scope, receive, send_with_headers)
         else:
-            await self.app(scope, receive, send_guarded)
+            await self.app(scope, receive, send_with_headers)
 
 
-def _from_elsewhere(headers: Mapping[bytes, bytes]) -> bool:
-    # browsers say so; following a link to the page itself is no harm
-    return headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin")
+class TimedProtocol(H11Protocol):
+    """uvicorn's HTTP, which closes connections that do not send a request or do not read an answer in time."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._limit(HEAD_SECONDS)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering:
+            self._unlimit()
+        elif self._deadline is None:
+            self._limit(HEAD_SECONDS)
+
+    def on_response_complete(self) -> None:
+        self._unlimit()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._limit(READ_SECONDS)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unlimit()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unlimit()
+        super().connection_lost(exc)
+
+    def _limit(self, seconds: float) -> None:
+        self._unlimit()
+        self._deadline = self.loop.call_later(seconds, self.transport.abort)
+
+    def _unlimit(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
-async def _uploaded(request: Request) -> bytes:
-    """The content of the form field "image", read no further than the limit."""
+def _is_cross_site(headers: Mapping[str, str]) -> bool:
+    """Whether another site's page sent the request; following a link to the page itself is no harm."""
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return True
+    origin = headers.get("origin")
+    if origin is None:
+        return False
+    try:
+        return urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+    except ValueError:
+        return True
+
+
+@contextlib.asynccontextmanager
+async def _uploaded(request: Request) -> AsyncIterator[UploadFile]:
+    """The file in the form field "image", read no further than the limit and no longer than `UPLOAD_SECONDS`."""
     stated = request.headers.get("content-length", "0")
-    if not stated.isascii() or not stated.isdigit() or int(stated) > MOST_BYTES + FORM_BYTES:
+    if not stated.isascii() or not stated.isdigit() or len(stated) > 15 or int(stated) > MOST_BYTES + FORM_BYTES:
         raise too_large()
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise RefusedError(415, 'Send the image as the field "image" of a form (multipart/form-data).')
     try:
-        parser = MultiPartParser(request.headers, _limited(request), max_files=1, max_fields=0)
-        form = await parser.parse()
+        with anyio.fail_after(UPLOAD_SECONDS):
+            form = await MultiPartParser(request.headers, _limited(request), max_files=1, max_fields=0).parse()
+    except TimeoutError:
+        raise RefusedError(408, f"The upload took longer than {UPLOAD_SECONDS} seconds.") from None
     except TooLargeError:
         raise too_large() from None
     except (MultiPartException, KeyError):
@@ -260,13 +241,13 @@ async def _uploaded(request: Request) -> bytes:
         image = form.get("image")
         if not isinstance(image, UploadFile):
             raise RefusedError(400, 'The form has no file in the field "image".')
-        return await image.read(MOST_BYTES + 1)
+        yield image
     finally:
         await form.close()
 
 
 class TooLargeError(MultiPartException):
-    """Of the parser's own kind, because at those it closes its temporary files."""
+    """A `MultiPartException`, because on those the parser closes its temporary files."""
 
 
 async def _limited(request: Request) -> AsyncGenerator[bytes, None]:
@@ -278,13 +259,22 @@ async def _limited(request: Request) -> AsyncGenerator[bytes, None]:
                 raise TooLargeError("larger than the limit")
             yield chunk
     except ClientDisconnect:
-        raise MultiPartException("broken off") from None
+        raise MultiPartException("disconnected") from None
 
 
-def _number(asked: Mapping[str, str], name: str, default: int, most: int, *, least: int = 0) -> int:
-    text = asked.get(name, str(default))
+def _number(given: Mapping[str, str], name: str, default: int, most: int, *, least: int = 0) -> int:
+    text = given.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
         raise RefusedError(400, f"{name} must be a whole number from {least} to {most}.")
+    return int(text)
+
+
+def _row_in(text: str) -> int:
+    """The number at the end of an address."""
+    if not (text.isascii() and text.isdigit()):
+        raise HTTPException(404)
+    if len(text) > 18:
+        raise RefusedError(404, "There is no image with such a number.")
     return int(text)
 
 

@@ -1,49 +1,77 @@
-"""The network of a run, and images prepared for it as the run's own tests prepare them."""
+"""A trained model in use: load a run, embed images as the run evaluates them, search a gallery."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankgrad.data.image_files import ImageDecoder, UnreadableImageError, map_images
-from rankgrad.data.image_store import ImageBuffer, bytes_needed
-from rankgrad.data.preprocessing import Preprocessing
+from rankgrad._messages import first_ten
+from rankgrad.data.image_files import UnreadableImageError, map_images
+from rankgrad.data.preprocessing import ImageInput, Preprocessing
 from rankgrad.data.table import Table
-from rankgrad.models import Embedder, embed_multiscale
-from rankgrad.runs.data_cache import Split
-from rankgrad.runs.embedding import MultiScale, embed
-from rankgrad.runs.retrieval_recipe import RetrievalRecipe as Recipe
-from rankgrad.runs.retrieval_task import EMBEDDING_BATCH, RetrievalTask, ordered_batches
+from rankgrad.models import Embedder, embed_multiscale, trust_factory
+from rankgrad.runs.embedding import MultiScale, embed_batch
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+from rankgrad.runs.retrieval_task import EMBEDDING_BATCH, RetrievalTask
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RunContext
-from rankgrad.train.checkpoints import MANIFEST, WEIGHTS
+from rankgrad.search.gallery import Gallery
+from rankgrad.search.image_lists import folder_of_images
+from rankgrad.search.searcher import Searcher, is_searchable
+
+T = TypeVar("T")
+Embeddings: TypeAlias = NDArray[np.float32]
+GalleryInput: TypeAlias = str | Path | Gallery | Searcher | NDArray[Any] | Tensor | Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One neighbour of a query.
+
+    Attributes:
+        row: its row in the gallery.
+        score: cosine of the two embeddings.
+        label: name of its class, "" where it has none.
+        path: its file; None where the gallery is embeddings alone.
+    """
+
+    row: int
+    score: float
+    label: str = ""
+    path: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Network:
-    """A trained network that embeds images the way its run was tested.
+class TrainedModel:
+    """The model of a run, with the preprocessing that it was evaluated with.
+
+        model = rankgrad.load("runs/pets")
+        model.embed("cat.jpg")                             # [d], of length 1
+        model.embed(["cat.jpg", image, pixels])            # [3, d]; a folder of images works, too
+        model.search("cat.jpg", "photos-embedded", k=5)    # five hits: row, score, label, path
 
     Attributes:
         folder: of the run.
-        recipe: what it was trained with, which says how images are prepared.
-        model: in evaluation mode.
+        recipe: the settings it was trained with.
+        model: the network, in evaluation mode: pixels [B, 3, H, W] of 0..255 -> embeddings [B, d].
+        preprocess: an image -> uint8 [3, H, W], as the run evaluates images.
         device: where it computes.
         checkpoint: "best" or "last".
         step: of the checkpoint.
-        fingerprint: of the weights; embeddings of two networks can be compared only where these are equal.
-        debug: whether the run was a shrunk one, whose embeddings mean nothing.
+        fingerprint: of the weights; embeddings are comparable only where it is the same.
+        debug: whether the run was a debug version, whose embeddings mean nothing.
     """
 
     folder: Path
-    recipe: Recipe
+    recipe: RetrievalRecipe
     model: Embedder
+    preprocess: Preprocessing
     device: torch.device
     checkpoint: str
     step: int
@@ -51,104 +79,173 @@ class Network:
     debug: bool = False
 
     @property
-    def at_own_shape(self) -> bool:
-        """Whether images keep their shape, as landmarks are tested, or are cropped to a square."""
-        return bool(self.recipe.test_on)
+    def dim(self) -> int:
+        """Dimensions of the embeddings."""
+        return self.model.dim
 
-    @property
-    def described(self) -> nn.Module:
-        """From pixels to embeddings, at all scales of the recipe."""
-        return self.model if self.recipe.scales == (1.0,) else MultiScale(self.model, self.recipe.scales).eval()
+    def embed(self, images: ImageInput | Sequence[ImageInput], *, workers: int | None = None) -> Embeddings:
+        """Embeddings of length 1: [d] of one image, [N, d] of several.
+
+        Args:
+            images: a file or a folder of images (in the order of `folder_of_images`), bytes, a PIL image, a uint8 array
+                [H, W, 3] or tensor [3, H, W], a batch of either, or a sequence of any of these.
+            workers: threads that decode images; by default one per core.
+        """
+        given: Any = images
+        if _is_single(given):
+            embedding: Embeddings = self.embed_pixels([self.preprocess(given)])[0]
+            return embedding
+        read: Callable[[Any], Tensor] = self.preprocess
+        if isinstance(given, (str, Path)):
+            table = folder_of_images(Path(given).expanduser()).table
+            given, read = range(len(table)), partial(self.preprocess.from_table, table)
+        found: list[Embeddings] = []
+        bad: list[UnreadableImageError] = []
+        for _, embeddings, unreadable in self._embed_each(read, list(given), workers):
+            found.append(embeddings)
+            bad += unreadable
+        if bad:
+            raise UnreadableImageError(f"embed: images that cannot be read:\n{first_ten([str(error) for error in bad])}")
+        return np.concatenate(found) if found else np.empty((0, self.dim), np.float32)
+
+    def search(self, query: Any, gallery: GalleryInput, k: int = 10) -> list[Any]:
+        """The `k` images of `gallery` nearest to an image, best first: a list of `Hit`, or a list of such lists for several.
+
+        Args:
+            query: what `embed` takes, or embeddings [d] or [Q, d] of floating-point numbers.
+            gallery: folder that `rankgrad embed` or `rankgrad index` wrote, a `Gallery` or `Searcher`, embeddings [N, d], or
+                images to embed now: a folder, or a sequence of what `embed` takes. To search often, open a `Searcher` once.
+            k: number of neighbours, at most the size of the gallery.
+        """
+        searcher = self._searcher(gallery)
+        embeddings = np.asarray(query.detach().cpu() if isinstance(query, Tensor) else query) if _is_float(query) else None
+        if embeddings is None:
+            embeddings = self.embed(query)
+        queries = np.atleast_2d(embeddings).astype(np.float32, copy=False)
+        found = [
+            [Hit(row, score, *searcher.gallery.named(row)) for score, row in zip(scores, rows, strict=True) if row >= 0]
+            for scores, rows in zip(*(part.tolist() for part in searcher.search(queries, k)), strict=True)
+        ]
+        return found if embeddings.ndim == 2 else found[0]
+
+    def _searcher(self, gallery: GalleryInput) -> Searcher:
+        if isinstance(gallery, Searcher):
+            searcher = gallery
+        elif isinstance(gallery, Gallery):
+            searcher = Searcher(gallery)
+        elif isinstance(gallery, (str, Path)):
+            folder = Path(gallery).expanduser()
+            if not is_searchable(folder):
+                images = folder_of_images(folder)
+                return Searcher(Gallery.of(self.embed(folder), images))
+            searcher = Searcher.open(folder)
+        elif _is_float(gallery):
+            array = gallery.detach().cpu().numpy() if isinstance(gallery, Tensor) else gallery
+            return Searcher(Gallery.of(np.asarray(array, np.float32)))
+        else:
+            return Searcher(Gallery.of(np.atleast_2d(self.embed(gallery))))
+        searcher.gallery.check_fits(self)
+        return searcher
 
     def embed_table(
         self, table: Table, workers: int | None = None
-    ) -> Iterator[tuple[list[int], NDArray[np.float32], list[UnreadableImageError]]]:
-        """Rows, their embeddings and the images that could not be read, a batch at a time and in the order of the table.
+    ) -> Iterator[tuple[list[int], Embeddings, list[UnreadableImageError]]]:
+        """Rows, their embeddings and the images that cannot be read, a batch at a time in the order of the table.
 
-        Files are decoded in threads while the network computes; no more than a few batches are in memory.
+        Files are decoded in threads while the network computes; only a few batches are in memory.
         """
-        recipe = self.recipe
-        cropped = ImageDecoder(table, recipe.stored, recipe.aspect == "square").planes
-        make = partial(_at_own_shape, table, recipe.size) if self.at_own_shape else cropped
-        rows: list[int] = []
-        found: list[NDArray[np.uint8]] = []
+        return self._embed_each(partial(self.preprocess.from_table, table), range(len(table)), workers)
+
+    def embed_pixels(self, images: Sequence[Tensor]) -> Embeddings:
+        """[N, d] of preprocessed images, on the CPU."""
+        if not len(images):
+            return np.empty((0, self.dim), np.float32)
+        if self.preprocess.native_shape:
+            parts = [embed_multiscale(self.model, image[None].to(self.device), self.recipe.scales) for image in images]
+            return torch.cat(parts).float().cpu().numpy()
+        scales = self.recipe.scales
+        network: nn.Module = self.model if scales == (1.0,) else MultiScale(self.model, scales).eval()
+        with torch.no_grad():
+            embeddings = embed_batch(network, torch.stack(list(images)), self.device, self.recipe.precision)
+        return embeddings.cpu().numpy()
+
+    def _embed_each(
+        self, read: Callable[[T], Tensor], items: Iterable[T], workers: int | None
+    ) -> Iterator[tuple[list[T], Embeddings, list[UnreadableImageError]]]:
+        done: list[T] = []
+        pixels: list[Tensor] = []
         bad: list[UnreadableImageError] = []
-        for row, planes in map_images(make, range(len(table)), workers):
-            if isinstance(planes, UnreadableImageError):
-                bad.append(planes)
+        for item, result in map_images(read, items, workers):
+            if isinstance(result, UnreadableImageError):
+                bad.append(result)
                 continue
-            rows.append(row)
-            found.append(planes)
-            if len(rows) == EMBEDDING_BATCH:
-                yield rows, self._embeddings(found), bad
-                rows, found, bad = [], [], []
-        if rows or bad:
-            yield rows, self._embeddings(found), bad
-
-    def embed_file(self, path: Path) -> NDArray[np.float32]:
-        """[d] of one image file."""
-        table = Table("query", path.parent, (path.name,), np.zeros(1, np.int64))
-        for _, embeddings, bad in self.embed_table(table, workers=1):
-            for error in bad:
-                raise error
-            found: NDArray[np.float32] = embeddings[0]
-            return found
-        raise AssertionError("a table of one image gives one batch")
-
-    def _embeddings(self, planes: list[NDArray[np.uint8]]) -> NDArray[np.float32]:
-        if not planes:
-            return np.empty((0, self.model.dim), np.float32)
-        if self.at_own_shape:
-            parts = [torch.from_numpy(image)[None].to(self.device) for image in planes]
-            return torch.cat([embed_multiscale(self.model, part, self.recipe.scales) for part in parts]).float().cpu().numpy()
-        # of the table only its length is asked
-        table = Table("batch", Path(), ("image",) * len(planes), np.full(len(planes), -1))
-        batches = ordered_batches(self.recipe, Split(_images(planes), table), RunContext(None, self.device))
-        precision = self.recipe.precision
-        found: Tensor = embed(self.described, batches, device=self.device, precision=precision, shown=False)
-        return found.numpy()
+            done.append(item)
+            pixels.append(result)
+            if len(done) == EMBEDDING_BATCH:
+                yield done, self.embed_pixels(pixels), bad
+                done, pixels, bad = [], [], []
+        if done or bad:
+            yield done, self.embed_pixels(pixels), bad
 
 
-def _at_own_shape(table: Table, size: int, row: int) -> NDArray[np.uint8]:
-    """[3, H, W] of a row, its long side at most `size`."""
-    return Preprocessing(size, native_shape=True).from_table(table, row).numpy()
-
-
-def _images(planes: list[NDArray[np.uint8]]) -> ImageBuffer:
-    shapes = torch.tensor([image.shape[1:] for image in planes])
-    flat = torch.zeros(bytes_needed(shapes), dtype=torch.uint8)
-    joined = np.concatenate([image.ravel() for image in planes])
-    flat[: len(joined)] = torch.from_numpy(joined)
-    return ImageBuffer(flat, shapes)
-
-
-def open_run(folder: Path, device: torch.device | str = "cpu", *, checkpoint: str | None = None) -> Network:
-    """The network of the run in `folder`.
+def load(
+    path: str | Path,
+    device: torch.device | str = "auto",
+    checkpoint: Literal["best", "last"] | None = None,
+    *,
+    trust_code: bool = False,
+) -> TrainedModel:
+    """Load the model of a run folder.
 
     Args:
-        folder: where `rankgrad train` wrote.
-        device: where to compute.
+        path: the folder that `rankgrad train` wrote.
+        device: where to compute; "auto" is a GPU where there is one.
         checkpoint: "best" or "last"; by default the best where there is one.
+        trust_code: allow the run to name a function of yours as its trunk (`package.module:factory`), which is imported and
+            called.
     """
     if checkpoint not in (None, "best", "last"):
-        raise ValueError(f"open_run: checkpoint must be 'best' or 'last', got {checkpoint!r}")
+        raise ValueError(f"load: checkpoint must be 'best' or 'last', got {checkpoint!r}")
+    folder = Path(path).expanduser()
+    if str(device) == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     run = RunFolder(folder)
     task = RetrievalTask.from_run(run, RunContext(None, torch.device(device)), {})
-    which: Literal["best", "last"] = (
-        "last" if checkpoint == "last" or not (checkpoint or run.checkpoints.pointer("best")) else "best"
-    )
+    has_best = run.checkpoints.pointer("best") is not None
+    which: Literal["best", "last"] = checkpoint or ("best" if has_best else "last")
     found = run.checkpoints.checkpoint(which)
+    if trust_code:
+        trust_factory(task.recipe.trunk)
     # all weights come from the checkpoint: the file or download that training began with is not needed
     model = task.make_model(pretrained=False)
     found.load_into(model)
-    manifest = json.loads((found.folder / MANIFEST).read_text(encoding="utf-8"))
-    return Network(
+    return TrainedModel(
         folder=folder,
         recipe=task.recipe,
         model=model.eval(),
+        preprocess=task.recipe.preprocessing(),
         device=torch.device(device),
         checkpoint=which,
         step=found.step,
-        fingerprint=manifest[WEIGHTS]["blake2b"],
+        fingerprint=found.fingerprint,
         debug=run.read().debug,
     )
+
+
+def _is_single(images: Any) -> bool:
+    """Whether `images` is one image and not several."""
+    from PIL import Image
+
+    if isinstance(images, (str, Path)):
+        return not Path(images).expanduser().is_dir()
+    if isinstance(images, (np.ndarray, Tensor)):
+        return images.ndim < 4
+    if isinstance(images, (bytes, bytearray, memoryview)) or not isinstance(images, Iterable):
+        return True
+    return isinstance(images, Image.Image)
+
+
+def _is_float(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_floating_point()
+    return isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.floating)

@@ -42,6 +42,11 @@ class Checkpoint:
     folder: Path
     step: int
 
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the weights: equal fingerprints, equal weights."""
+        return str(json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))[WEIGHTS]["blake2b"])
+
     def weights(self) -> dict[str, Tensor]:
         from safetensors import SafetensorError
         from safetensors.torch import load_file

@@ -1,0 +1,189 @@
+"""What the search page is asked and answers, without the web around it; uploads are checked before they are decoded."""
+
+import io
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankgrad.data.image_files import DAMAGE, ImageDecoder, UnreadableImageError
+from rankgrad.data.seeds import bits, permutation
+from rankgrad.search.searcher import Searcher
+from rankgrad.search.trained_model import TrainedModel
+
+MOST_BYTES = 10_000_000
+MOST_PIXELS = 40_000_000
+FORMATS = "JPEG, PNG, WebP, GIF or BMP"
+# pixels of a thumbnail: its short side, and the most of its long side
+THUMB, THUMB_LONG = 256, 640
+
+_SIGNATURES = (
+    (b"\xff\xd8\xff", "JPEG"),
+    (b"\x89PNG\r\n\x1a\n", "PNG"),
+    (b"GIF87a", "GIF"),
+    (b"GIF89a", "GIF"),
+    (b"BM", "BMP"),
+)
+
+
+@dataclass
+class RefusedError(Exception):
+    """Why a request is refused: an HTTP status and a sentence for its sender."""
+
+    status: int
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+class SearchService:
+    """Answers the questions of the search page about one gallery.
+
+    Args:
+        model: embeds uploads; must have made the gallery.
+        searcher: of the gallery, whose folder of images must be trusted.
+    """
+
+    def __init__(self, model: TrainedModel, searcher: Searcher) -> None:
+        self.model, self.searcher, self.gallery = model, searcher, searcher.gallery
+        self.gallery.check_fits(model)
+        self.gallery.check_images()
+        self._decoder = ImageDecoder(self.gallery.images.table, THUMB, square=False)
+        # each label is searched once, however many images have it
+        self._names, self._name_of = np.unique(np.array(self.gallery.images.labels), return_inverse=True)
+
+    def about(self) -> dict[str, Any]:
+        """The run and the gallery in numbers."""
+        model = self.model
+        return {
+            "run": model.folder.resolve().name,
+            "recipe": model.recipe.name,
+            "trunk": model.recipe.trunk,
+            "step": model.step,
+            "checkpoint": model.checkpoint,
+            "debug": model.debug,
+            "gallery": self.gallery.about["source"],
+            "images": len(self.gallery),
+            "classes": len(self.gallery.class_sizes),
+            "dim": self.gallery.embeddings.shape[1],
+            "index": self.searcher.kind,
+            "version": self.gallery.digest[:8],
+            "most_bytes": MOST_BYTES,
+            "most_pixels": MOST_PIXELS,
+            "kinds": FORMATS,
+        }
+
+    def items(self, label: str, seed: int, offset: int, limit: int) -> dict[str, Any]:
+        """Images whose label contains `label`, in a random order decided by `seed`."""
+        order = permutation(len(self.gallery), bits(seed, "page"))
+        if label:
+            wanted = np.array([label.casefold() in name.casefold() for name in self._names.tolist()], dtype=np.bool_)
+            order = order[wanted[self._name_of[order]]]
+        chosen = order[offset : offset + limit].tolist()
+        return {"total": len(order), "offset": offset, "items": [self.item(row) for row in chosen]}
+
+    def item(self, row: int) -> dict[str, Any]:
+        """What is known of an image."""
+        images = self.gallery.images
+        label = images.labels[row]
+        return {
+            "id": row,
+            "label": label,
+            "category": images.categories[row],
+            "name": images.table.paths[row],
+            "class_size": self.gallery.class_sizes.get(label, 0),
+        }
+
+    def search_from(self, row: int, k: int) -> dict[str, Any]:
+        """Neighbours of an image of the gallery."""
+        began = time.perf_counter()
+        scores, rows = self.searcher.search_from(self._checked(row), k)
+        query = self.item(row)
+        found = self._results(scores, rows, query["label"])
+        return {"query": query, "results": found, "seconds": round(time.perf_counter() - began, 4)}
+
+    def search_with(self, content: bytes, k: int) -> dict[str, Any]:
+        """Neighbours of an uploaded image."""
+        began = time.perf_counter()
+        scores, rows = self.searcher.search(self.embed_upload(content)[None], k)
+        found = self._results(scores[0], rows[0], "")
+        return {"query": None, "results": found, "seconds": round(time.perf_counter() - began, 4)}
+
+    def embed_upload(self, content: bytes) -> NDArray[np.float32]:
+        """[d] of an uploaded image, prepared as files are."""
+        check_upload(content)
+        try:
+            return self.model.embed(content)
+        except UnreadableImageError as error:
+            cause = str(error).removeprefix("the image cannot be read: ").removesuffix(".")
+            reason = "it is truncated or damaged" if "truncated" in cause or "broken" in cause else cause
+            raise RefusedError(422, f"The image cannot be read: {reason}.") from None
+
+    def thumb(self, row: int) -> bytes:
+        """A JPEG without the metadata of its file."""
+        try:
+            self.gallery.image_file(self._checked(row))
+            image = self._decoder.image(row)
+        except UnreadableImageError:
+            raise RefusedError(404, f"The file of image {row} is missing or cannot be read.") from None
+        image.thumbnail((THUMB_LONG, THUMB_LONG))
+        image.info.clear()
+        content = io.BytesIO()
+        image.save(content, "JPEG", quality=85)
+        return content.getvalue()
+
+    def _results(self, scores: NDArray[np.float32], rows: NDArray[np.int64], label: str) -> list[dict[str, Any]]:
+        """One entry per neighbour; `right`: whether it is of the query's class, None where that is unknown."""
+        found: list[dict[str, Any]] = []
+        for score, row in zip(scores.tolist(), rows.tolist(), strict=True):
+            item = self.item(row)
+            right = item["label"] == label if label and item["label"] else None
+            found.append({**item, "rank": len(found) + 1, "score": round(score, 4), "right": right})
+        return found
+
+    def _checked(self, row: int) -> int:
+        if not 0 <= row < len(self.gallery):
+            raise RefusedError(404, f"There is no image {row}: the gallery has 0 to {len(self.gallery) - 1}.")
+        return row
+
+
+def check_upload(content: bytes) -> None:
+    """Raise `RefusedError` unless `content` begins like an image of a sane size; decodes no pixel."""
+    from PIL import Image
+
+    if not content:
+        raise RefusedError(400, "The file is empty.")
+    if len(content) > MOST_BYTES:
+        raise too_large()
+    kind = _format_of(content)
+    try:
+        with Image.open(io.BytesIO(content), formats=(kind,)) as image:
+            width, height = image.size
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise RefusedError(413, _too_many_pixels()) from None
+    except DAMAGE:
+        raise RefusedError(422, f"The {kind} file is damaged and cannot be read.") from None
+    if width * height > MOST_PIXELS:
+        raise RefusedError(413, f"{_too_many_pixels()} This one has {width:,} x {height:,}.")
+
+
+def too_large() -> RefusedError:
+    """For an upload of too many bytes."""
+    return RefusedError(413, f"The file is larger than {MOST_BYTES // 1_000_000} MB. Choose a smaller one.")
+
+
+def _format_of(content: bytes) -> str:
+    """Pillow's name of the format that `content` begins like."""
+    for start, kind in _SIGNATURES:
+        if content.startswith(start):
+            return kind
+    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        return "WEBP"
+    raise RefusedError(415, f"Unsupported image. Use {FORMATS}.")
+
+
+def _too_many_pixels() -> str:
+    return f"The image has too many pixels: the limit is {MOST_PIXELS // 1_000_000} million."
