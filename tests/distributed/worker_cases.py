@@ -27,6 +27,7 @@ import rankgrad as rg
 from rankgrad.data.seeds import generator
 from rankgrad.eval import evaluate_sharded, evaluate_table, rank_counts
 from rankgrad.recipes.catalogue import find
+from rankgrad.runs import equivalence
 from rankgrad.runs.equivalence import Equivalence, compare_processes
 from rankgrad.runs.retrieval_task import RetrievalTask
 from rankgrad.runs.task import RunContext
@@ -354,12 +355,12 @@ def equivalences(processes: Processes, folder: Path) -> dict[str, Equivalence]:
         "with memory": compare_processes(RetrievalTask(replace(recipe, memory=2), place), images=15),
         "with simix": compare_processes(RetrievalTask(replace(recipe, simix=True), place), images=15),
     }
-    right = rg.DistributedRankLoss
-    rg.DistributedRankLoss = partial(right, averaged=False)
+    right = equivalence.DistributedRankLoss
+    equivalence.DistributedRankLoss = partial(right, averaged=False)
     try:
         found["gradients summed where they are averaged"] = compare_processes(RetrievalTask(recipe, place), images=15)
     finally:
-        rg.DistributedRankLoss = right
+        equivalence.DistributedRankLoss = right
     return found
 
 

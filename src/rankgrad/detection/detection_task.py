@@ -23,7 +23,7 @@ from rankgrad.detection.voc import lists_in, read_voc
 from rankgrad.runs.data_identity import DataIdentity
 from rankgrad.runs.recipe import Published
 from rankgrad.runs.run_folder import RunFolder, explain_unreadable
-from rankgrad.runs.task import Evaluation, RunContext, TestIdentity
+from rankgrad.runs.task import RunContext, SplitResult, TestIdentity
 from rankgrad.train.loop import Evaluator
 from rankgrad.train.progress import Progress
 from rankgrad.train.settings import AUTOCAST
@@ -169,7 +169,7 @@ class DetectionTask:
     ) -> DetectionEvaluation:
         return self._evaluate(model, split)
 
-    def combine(self, results: Mapping[str, Evaluation]) -> Mapping[str, Mapping[str, float]]:
+    def combine(self, results: Mapping[str, SplitResult]) -> Mapping[str, Mapping[str, float]]:
         """There is one split."""
         return {}
 

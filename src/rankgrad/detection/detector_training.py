@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.detection import FasterRCNN
 
-from rankgrad import AveragePrecision, Exact, RankLoss
 from rankgrad._checks import check_count
 from rankgrad.data.prefetch import prefetch
 from rankgrad.data.seeds import bits, generator, permutation
 from rankgrad.detection.box_evaluation import Detections
 from rankgrad.detection.faster_rcnn import ClassificationLoss, use_classification_loss
 from rankgrad.detection.scenes import Scenes
+from rankgrad.losses.average_precision import AveragePrecision
+from rankgrad.losses.rank_loss import RankLoss
+from rankgrad.ops.rankers import Exact
 
 # the losses that stay torchvision's
 OTHERS = ("loss_objectness", "loss_rpn_box_reg", "loss_box_reg")

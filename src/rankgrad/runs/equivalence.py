@@ -6,11 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import rankgrad as rg
 from rankgrad.data.samplers import Sequential
 from rankgrad.eval import evaluate, evaluate_sharded
+from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.runs.data_cache import Split
 from rankgrad.runs.retrieval_task import RetrievalTask, SubsetSampler
+from rankgrad.train.large_batch import LargeBatch
 from rankgrad.train.processes import ALONE, Processes
 from rankgrad.train.sharding import check_batch_norm_is_synchronised, full_tensors, wrap_model
 
@@ -129,8 +130,8 @@ def _compute(task: RetrievalTask, pixels: Tensor, labels: Tensor, processes: Pro
     # half of a shard at a time, so that chunks are compared too
     largest = -(-len(labels) // context.processes.size)
     chunk = -(-largest // 2) if len(labels) >= 2 * context.processes.size else 0
-    wrapped = rg.DistributedRankLoss(loss) if processes.size > 1 else loss
-    step = rg.LargeBatch(model, wrapped, chunk, keep=1, processes=processes)
+    wrapped = DistributedRankLoss(loss) if processes.size > 1 else loss
+    step = LargeBatch(model, wrapped, chunk, keep=1, processes=processes)
     torch.manual_seed(recipe.seed)
     if recipe.memory:
         step(pixels[own].flip(3), labels[own])  # fills the memory

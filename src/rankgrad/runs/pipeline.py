@@ -20,14 +20,14 @@ from rankgrad._messages import drop_empty_columns, table
 from rankgrad.integrations.trackers import make_trackers
 from rankgrad.runs.recipe import Published, format_value
 from rankgrad.runs.run_folder import DEBUG_NOTICE, UNTRAINED, RunFile, RunFolder
-from rankgrad.runs.task import VALIDATION, Evaluation, Task, TestIdentity
+from rankgrad.runs.task import VALIDATION, SplitResult, Task, TestIdentity
 from rankgrad.train.errors import TrainingError
 from rankgrad.train.loop import FitResult, fit
 
 Which: TypeAlias = Literal["best", "last", "untrained"]
 
 
-def start_run(task: Task, folder: RunFolder, *, debug: bool = False) -> Mapping[str, Evaluation]:
+def start_run(task: Task, folder: RunFolder, *, debug: bool = False) -> Mapping[str, SplitResult]:
     """Train in a new folder and test the result."""
     processes = task.context.processes
     # before the lock, which would be written into a folder of somebody else's
@@ -37,7 +37,7 @@ def start_run(task: Task, folder: RunFolder, *, debug: bool = False) -> Mapping[
         return _run(task, folder, resume=False, debug=debug)
 
 
-def resume_run(task: Task, folder: RunFolder) -> Mapping[str, Evaluation]:
+def resume_run(task: Task, folder: RunFolder) -> Mapping[str, SplitResult]:
     """Continue the run in `folder` where it was stopped, and test the result. `task` is what the folder says it is."""
     processes = task.context.processes
     debug = folder.read().debug
@@ -45,7 +45,7 @@ def resume_run(task: Task, folder: RunFolder) -> Mapping[str, Evaluation]:
         return _run(task, folder, resume=True, debug=debug)
 
 
-def _run(task: Task, folder: RunFolder, *, resume: bool, debug: bool) -> Mapping[str, Evaluation]:
+def _run(task: Task, folder: RunFolder, *, resume: bool, debug: bool) -> Mapping[str, SplitResult]:
     model, outcome = _train(task, folder, resume=resume, debug=debug)
     if outcome.reason == "interrupted":
         raise KeyboardInterrupt
@@ -54,7 +54,7 @@ def _run(task: Task, folder: RunFolder, *, resume: bool, debug: bool) -> Mapping
         folder.checkpoints.checkpoint(which).load_into(model)
     task.context.say(f"testing the {which} checkpoint of {folder}")
     step = outcome.best["step"] if outcome.best else outcome.step
-    return _test(task, model, folder, _Checkpoint(which, step), debug=debug)
+    return _test(task, model, folder, _TestedWeights(which, step), debug=debug)
 
 
 def evaluate_run(
@@ -64,7 +64,7 @@ def evaluate_run(
     splits: Sequence[str] | None = None,
     checkpoint: Which | None = None,
     protocol: str | None = None,
-) -> Mapping[str, Evaluation]:
+) -> Mapping[str, SplitResult]:
     """Test a checkpoint of the run in `folder` again.
 
     Args:
@@ -85,14 +85,14 @@ def evaluate_run(
     if which == "untrained":
         model = task.make_model(pretrained=True)
         task.initialise(model)
-        found = _Checkpoint(which, 0, (UNTRAINED, *changed))
+        found = _TestedWeights(which, 0, (UNTRAINED, *changed))
         task.context.say(f"testing the untrained network of {folder}")
     else:
         saved = folder.checkpoints.checkpoint(which)
         # all weights come from the checkpoint: the file or download that training began with is not needed
         model = task.make_model(pretrained=False)
         saved.load_into(model)
-        found = _Checkpoint(which, saved.step, (*([which] if which != default else []), *changed))
+        found = _TestedWeights(which, saved.step, (*([which] if which != default else []), *changed))
         task.context.say(f"testing the {which} checkpoint of {folder}, step {saved.step:,}")
     return _test(task, model, folder, found, splits=splits, protocol=protocol, debug=saved_file.debug)
 
@@ -119,7 +119,7 @@ def train_and_evaluate(
         scores = {split: dict(outcome.metrics[VALIDATION]) for split in splits if split == VALIDATION}
         tests = [split for split in splits if split != VALIDATION]
         with contextlib.ExitStack() as stack:
-            tester = _Tester(task, folder, _Checkpoint("last", outcome.step), debug=debug, is_saved=save)
+            tester = _Tester(task, folder, _TestedWeights("last", outcome.step), debug=debug, is_saved=save)
             stack.enter_context(folder.evaluating(task.context.processes))
             scores |= {split: dict(tester.test(model, split).metrics) for split in tests}
         tester.raise_problems()
@@ -184,12 +184,12 @@ def _test(
     task: Task,
     model: nn.Module,
     folder: RunFolder,
-    checkpoint: "_Checkpoint",
+    checkpoint: "_TestedWeights",
     *,
     splits: Sequence[str] | None = None,
     protocol: str | None = None,
     debug: bool = False,
-) -> Mapping[str, Evaluation]:
+) -> Mapping[str, SplitResult]:
     """Test on every split, save each result and print all of them beside what is published."""
     known = task.test_splits()
     for split in splits or ():
@@ -205,7 +205,7 @@ def _test(
 
 
 @dataclass(frozen=True)
-class _Checkpoint:
+class _TestedWeights:
     """The weights that are tested. `marks` are those of a result that is not the run's own: other weights, other settings."""
 
     which: Which
@@ -224,7 +224,7 @@ class _Tester:
         self,
         task: Task,
         folder: RunFolder,
-        checkpoint: _Checkpoint,
+        checkpoint: _TestedWeights,
         *,
         protocol: str | None = None,
         debug: bool = False,
@@ -234,7 +234,7 @@ class _Tester:
         self.debug, self.is_saved = debug, is_saved
         self.problems: list[str] = []
 
-    def test(self, model: nn.Module, split: str) -> Evaluation:
+    def test(self, model: nn.Module, split: str) -> SplitResult:
         """Test and save. What cannot be saved is a problem for `raise_problems`, when the result has been printed."""
         identity = self.task.test_identity(split, self.protocol)
         is_own = self._is_own(split, identity)
@@ -245,7 +245,7 @@ class _Tester:
             "checkpoint": {"name": self.checkpoint.which, "step": self.checkpoint.step},
             "debug": self.debug,
         }
-        evaluation: Evaluation | None = None
+        evaluation: SplitResult | None = None
         try:
             with self._output(key) as (folder, is_kept):
                 evaluation = self.task.evaluate(model, split, protocol=self.protocol, scratch=folder)
@@ -302,7 +302,7 @@ def _name_of(data: Path | None) -> str:
     return "data" if data is None else data.stem
 
 
-def _print_results(task: Task, results: Mapping[str, Evaluation], *, debug: bool) -> None:
+def _print_results(task: Task, results: Mapping[str, SplitResult], *, debug: bool) -> None:
     for evaluation in results.values():
         if evaluation.details:
             print(f"\n{evaluation.details}")
@@ -315,7 +315,7 @@ def _print_results(task: Task, results: Mapping[str, Evaluation], *, debug: bool
 
 
 def comparison(
-    results: Mapping[str, Evaluation],
+    results: Mapping[str, SplitResult],
     published: Sequence[Published],
     combined: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
 ) -> str:

@@ -88,7 +88,7 @@ def evaluate_shards(embeddings: Array, table: Table, context: RunContext, **opti
     return evaluate_sharded(embeddings, table.labels[own], **marks, device=context.device, **options)
 
 
-class RetrievalEvaluator:
+class SplitEvaluator:
     """Tests one network on one split after another. Landmark images are embedded once, however many lists they are in.
 
     Args:

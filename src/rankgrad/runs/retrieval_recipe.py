@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from rankgrad.data.preprocessing import Crop, Preprocessing
 from rankgrad.data.readers import READERS
+from rankgrad.losses import PRESETS
 from rankgrad.models import BatchNorm, ModelSpec, Pixels, Pool
 from rankgrad.models.trunks import trunk_names
 from rankgrad.runs.recipe import Recipe, setting
@@ -14,8 +15,6 @@ from rankgrad.train.settings import Keep
 Sampler: TypeAlias = Literal["class-balanced", "whole-class", "category-hard", "category-half"]
 Weighting: TypeAlias = Literal["log", "loglog"]
 Validation: TypeAlias = Literal["none", "half", "split", "test"]
-
-LOSSES = ("fastap", "rambo-recall", "rambo-ap", "recall-at-k", "smooth-ap")
 
 # size of a debug version
 DEBUG_CLASSES, DEBUG_IMAGES_PER_CLASS = 12, 6
@@ -116,7 +115,7 @@ class RetrievalRecipe(Recipe):
         False, "initialise the linear layer with the learned whitening of the training images", group="model"
     )
 
-    loss: str = setting("recall-at-k", "loss to optimise", group="loss", choices=LOSSES)
+    loss: str = setting("recall-at-k", "loss to optimise", group="loss", choices=PRESETS)
     bins: int = setting(10, "histogram bins (fastap)", group="loss", least=1)
     lam: float = setting(
         4.0, "interpolation strength of the blackbox gradient, on ranks divided by the list's length (rambo)",

@@ -14,22 +14,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import rankgrad as rg
 from rankgrad.data.category_samplers import CategoryHalf, CategoryHard
 from rankgrad.data.image_batches import ImageBatches
 from rankgrad.data.preprocessing import Augment
 from rankgrad.data.samplers import BatchSampler, ClassBalanced, Sequential, WholeClass
 from rankgrad.data.seeds import bits, derive, permutation
 from rankgrad.data.table import Table
+from rankgrad.losses import PRESETS
+from rankgrad.losses.distributed import DistributedRankLoss
+from rankgrad.losses.memory import EmbeddingMemory
+from rankgrad.losses.rank_loss import RankLoss
+from rankgrad.losses.simix import SiMix
 from rankgrad.models import Embedder, build_model, initialise_head, learn_whitening, parameter_groups
 from rankgrad.runs.data_cache import WITH_DISTRACTORS, DataCache, Split
 from rankgrad.runs.data_identity import DataIdentity
 from rankgrad.runs.embedding import MultiScale, embed
 from rankgrad.runs.recipe import Published
-from rankgrad.runs.retrieval_evaluation import RetrievalEvaluation, RetrievalEvaluator, evaluate_shards
+from rankgrad.runs.retrieval_evaluation import RetrievalEvaluation, SplitEvaluator, evaluate_shards
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.run_folder import RunFolder
-from rankgrad.runs.task import RETRIEVAL, VALIDATION, Evaluation, RunContext, TestIdentity
+from rankgrad.runs.task import RETRIEVAL, VALIDATION, RunContext, SplitResult, TestIdentity
 from rankgrad.train.large_batch import Loss
 from rankgrad.train.loop import Evaluator
 from rankgrad.train.progress import Progress
@@ -126,16 +130,16 @@ class RetrievalTask:
 
     def make_loss(self) -> Loss:
         loss = self.local_loss()
-        return rg.DistributedRankLoss(loss) if self.context.processes.size > 1 else loss
+        return DistributedRankLoss(loss) if self.context.processes.size > 1 else loss
 
-    def local_loss(self) -> rg.RankLoss | rg.SiMix | rg.EmbeddingMemory:
+    def local_loss(self) -> RankLoss | SiMix | EmbeddingMemory:
         """The loss of one process: the recipe's preset, with SiMix or a memory around it."""
-        loss = _preset(self.recipe)
+        loss = PRESETS[self.recipe.loss].build(self.recipe)
         if self.recipe.simix:
             # draws from torch's generator, which the training loop seeds before every step
-            return rg.SiMix(loss)
+            return SiMix(loss)
         if self.recipe.memory:
-            return rg.EmbeddingMemory(loss, self.recipe.memory)
+            return EmbeddingMemory(loss, self.recipe.memory)
         return loss
 
     def make_batches(self) -> ImageBatches:
@@ -164,7 +168,7 @@ class RetrievalTask:
             return {}
         _, validation = self.data.training(self.recipe)
         if validation is None:
-            return {selected_on: lambda model: RetrievalEvaluator(self, as_embedder(model)).evaluate(selected_on).metrics}
+            return {selected_on: lambda model: SplitEvaluator(self, as_embedder(model)).evaluate(selected_on).metrics}
         ks = self.data.data_set(self.recipe).ks
 
         def on_validation(model: nn.Module) -> Mapping[str, float]:
@@ -192,10 +196,10 @@ class RetrievalTask:
     def evaluate(
         self, model: nn.Module, split: str, *, protocol: str | None = None, scratch: Path | None = None
     ) -> RetrievalEvaluation:
-        evaluator = RetrievalEvaluator(self, as_embedder(model), announce=True)
+        evaluator = SplitEvaluator(self, as_embedder(model), announce=True)
         return evaluator.evaluate(split, protocol=protocol, scratch=scratch)
 
-    def combine(self, results: Mapping[str, Evaluation]) -> Mapping[str, Mapping[str, float]]:
+    def combine(self, results: Mapping[str, SplitResult]) -> Mapping[str, Mapping[str, float]]:
         """RS@k's means over the landmark tests."""
         return {
             name: {"mAP": float(np.mean([results[s].metrics[f"mAP[{level}]"] for s in splits for level in ("medium", "hard")]))}
@@ -217,22 +221,6 @@ class RetrievalTask:
             name=f"embedding {split.table.name}",
             shown=processes.first,
         )
-
-
-def _preset(recipe: RetrievalRecipe) -> rg.RankLoss:
-    match recipe.loss:
-        case "fastap":
-            return rg.FastAPLoss(recipe.bins)
-        case "rambo-recall":
-            return rg.RamboRecallLoss(recipe.lam, recipe.margin, recipe.weighting)
-        case "rambo-ap":
-            return rg.RamboAPLoss(recipe.lam, recipe.margin)
-        case "smooth-ap":
-            return rg.SmoothAPLoss(recipe.tau)
-        case "recall-at-k":
-            return rg.RecallAtKLoss(recipe.ks, recipe.tau, recipe.tau_cut, query_in_database=recipe.query_in_database)
-        case _:
-            raise AssertionError(f"no loss for {recipe.loss!r}")
 
 
 def as_embedder(model: nn.Module) -> Embedder:

@@ -74,7 +74,7 @@ class TestIdentity:
     is_default: bool = True
 
 
-class Evaluation(Protocol):
+class SplitResult(Protocol):
     """The result of a model on one split; on processes other than the first the metrics are empty."""
 
     @property
@@ -186,10 +186,10 @@ class Task(Protocol):
         """What the result on a split depends on."""
         ...
 
-    def evaluate(self, model: nn.Module, split: str, *, protocol: str | None = None, scratch: Path) -> Evaluation:
+    def evaluate(self, model: nn.Module, split: str, *, protocol: str | None = None, scratch: Path) -> SplitResult:
         """Test the model. `scratch` is where the result will be written, for arrays too large for memory."""
         ...
 
-    def combine(self, results: Mapping[str, Evaluation]) -> Mapping[str, Mapping[str, float]]:
+    def combine(self, results: Mapping[str, SplitResult]) -> Mapping[str, Mapping[str, float]]:
         """Metrics over several splits, under the names with which they are published."""
         ...
