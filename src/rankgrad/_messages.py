@@ -1,11 +1,19 @@
-"""Text for people: tables, sizes, durations, lists cut short, and names that were meant."""
+"""Text for people: tables, sizes, durations, lists cut short, names that were meant, and progress."""
 
 import difflib
+import importlib
+import importlib.util
 import re
+import sys
+import time
 import unicodedata
 from collections.abc import Collection, Sequence
+from types import TracebackType
+from typing import Any, TextIO
 
 FIRST = 10
+# seconds between two lines of progress where there is no terminal
+BETWEEN_LINES = 10.0
 _NUMBER = re.compile(r"[-+±~<>]?\s?\d[\d,.:]*(e[-+]?\d+)?( ?[%A-Za-zµ/]+)?( ± [\d,.]+)?|-|nan")
 
 
@@ -112,6 +120,81 @@ def format_clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Progress:
+    """Counts up to `total` on standard error: a bar on a terminal, an occasional line elsewhere.
+
+        with Progress(len(images), "embedding", unit="images") as progress:
+            progress.advance(256)
+
+    Without a terminal nothing is printed in the first `BETWEEN_LINES` seconds, so quick work stays quiet.
+
+    Args:
+        total: what is to be done.
+        name: what it is called.
+        unit: what is counted, in the plural.
+        done: what was done before.
+        shown: False prints nothing.
+        stream: where to print, standard error by default.
+    """
+
+    def __init__(
+        self, total: int, name: str, *, unit: str, done: int = 0, shown: bool = True, stream: TextIO | None = None
+    ) -> None:
+        self.total, self.name, self.unit, self.done, self.shown = total, name, unit, done, shown
+        self._stream = stream or sys.stderr
+        self._first, self._start = done, time.perf_counter()
+        self._printed = self._start
+        self._note = ""
+        self._bar: Any = None
+        if shown and self._stream.isatty() and importlib.util.find_spec("tqdm") is not None:
+            tqdm = importlib.import_module("tqdm").tqdm
+            self._bar = tqdm(total=total, initial=done, desc=name, unit=f" {unit}", file=self._stream, dynamic_ncols=True)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Adds `count`; `note` is shown beside the count until another one comes."""
+        self.done += count
+        self._note = note or self._note
+        if self._bar is not None:
+            if note:
+                self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(count)
+            return
+        now = time.perf_counter()
+        if self.shown and now - self._printed >= BETWEEN_LINES:
+            self._printed = now
+            self._print(self._line(now))
+
+    def say(self, line: str) -> None:
+        """Prints a line, above the bar if there is one."""
+        if not self.shown:
+            return
+        if self._bar is not None:
+            self._bar.write(line, file=self._stream)
+        else:
+            self._print(line)
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _line(self, now: float) -> str:
+        rate = (self.done - self._first) / max(now - self._start, 1e-9)
+        left = (self.total - self.done) / rate if rate else 0.0
+        parts = [f"{self.name}: {self.done:,} of {self.total:,} {self.unit}", self._note, f"{format_clock(left)} left"]
+        return ", ".join(part for part in parts if part)
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
 
 
 def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str | None) -> list[list[str]]:

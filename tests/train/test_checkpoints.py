@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch import nn
 from train.tiny_loop import Vectors, network, remembering
 
-from rankgrad.train import checkpoints
 from rankgrad.train.checkpoints import CheckpointStore
 from rankgrad.train.errors import TrainingError
 from rankgrad.train.loop import fit
@@ -102,7 +101,7 @@ def test_a_failing_disk_leaves_the_last_good_checkpoint(run, monkeypatch, call, 
             raise OSError(number, os.strerror(number))
         fsync(descriptor)
 
-    monkeypatch.setattr(checkpoints.os, "fsync", failing)
+    monkeypatch.setattr(os, "fsync", failing)
     reason = "the disk or quota is full; .* Free some space" if number == errno.ENOSPC else "Input/output error; .* Check its"
     if call <= 7:  # three files, their folder, the rename, the pointer and its rename
         with pytest.raises(TrainingError, match=rf"cannot take the checkpoint of step 2: {reason}.*then resume"):

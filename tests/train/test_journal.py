@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
-from rankgrad.train import progress
+from rankgrad import _messages
+from rankgrad._messages import Progress
 from rankgrad.train.errors import TrainingError
 from rankgrad.train.journal import Journal, JsonLines, entries, provenance
-from rankgrad.train.progress import Progress
 
 
 def written(path):
@@ -87,7 +87,7 @@ def test_a_terminal_gets_a_bar():
 
 def test_elsewhere_there_are_lines_now_and_then(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(_messages.time, "perf_counter", lambda: next(clock))
     stream = io.StringIO()
     with Progress(100, "training", unit="steps", done=50, stream=stream) as lines:
         for step in range(25):

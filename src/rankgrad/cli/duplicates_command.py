@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from rankgrad._files import replace_file
-from rankgrad._messages import plural
+from rankgrad._messages import Progress, plural
 from rankgrad.report.duplicates_page import duplicates_page
 from rankgrad.report.run_reader import ItemTable
 from rankgrad.report.thumbnails import Thumbnails
 from rankgrad.search.duplicates import DuplicateGroup, LabelError, label_errors, near_duplicates, nearest_neighbours
 from rankgrad.search.gallery import Gallery
 from rankgrad.search.searcher import Searcher
-from rankgrad.train.progress import Progress
 
 DUPLICATES, ERRORS, PAGE = "duplicates.csv", "label_errors.csv", "duplicates.html"
 # accuracy of neighbours from which on a disagreement points at the label

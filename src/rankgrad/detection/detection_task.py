@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.detection import FasterRCNN
 
-from rankgrad._messages import printable
+from rankgrad._messages import Progress, printable
 from rankgrad.detection.box_evaluation import PROTOCOL, DetectionEvaluation, evaluate_split
 from rankgrad.detection.detection_recipe import DetectionRecipe
 from rankgrad.detection.detector_training import DetectionBatches, DetectionObjective, RowDetector, detect
@@ -25,7 +25,6 @@ from rankgrad.runs.recipe import Published
 from rankgrad.runs.run_folder import RunFolder, explain_unreadable
 from rankgrad.runs.task import RunContext, SplitResult, TestIdentity
 from rankgrad.train.loop import Evaluator
-from rankgrad.train.progress import Progress
 from rankgrad.train.settings import AUTOCAST
 
 TRAIN, TEST = "train", "test"

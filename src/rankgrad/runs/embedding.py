@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rankgrad._messages import Progress
 from rankgrad.data.preprocessing import Preprocessing
 from rankgrad.data.table import Table
 from rankgrad.models import Embedder, embed_multiscale
 from rankgrad.train.batch_tree import num_rows, select_rows
 from rankgrad.train.loop import Batches
-from rankgrad.train.progress import Progress
 from rankgrad.train.settings import AUTOCAST, Precision
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad._messages import format_bytes
+from rankgrad._messages import Progress, format_bytes
 from rankgrad.data.preprocessing import Preprocessing
 from rankgrad.data.table import Table
 from rankgrad.eval import Result, evaluate_sharded, evaluate_table, expected_memory
@@ -20,7 +20,6 @@ from rankgrad.runs.data_cache import WITH_DISTRACTORS
 from rankgrad.runs.embedding import embed_native_shape
 from rankgrad.runs.task import RunContext
 from rankgrad.train.processes import Processes
-from rankgrad.train.progress import Progress
 
 if TYPE_CHECKING:
     from rankgrad.runs.retrieval_task import RetrievalTask

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rankgrad._messages import Progress
 from rankgrad.data.category_samplers import CategoryHalf, CategoryHard
 from rankgrad.data.image_batches import ImageBatches
 from rankgrad.data.preprocessing import Augment
@@ -36,7 +37,6 @@ from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RETRIEVAL, VALIDATION, RunContext, SplitResult, TestIdentity
 from rankgrad.train.large_batch import Loss
 from rankgrad.train.loop import Evaluator
-from rankgrad.train.progress import Progress
 
 # the batch of RS@k: the largest that has been shown to help
 LARGEST_BATCH = 4000

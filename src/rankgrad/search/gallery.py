@@ -22,13 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankgrad._files import atomic_folder
-from rankgrad._messages import first_ten, plural, printable
+from rankgrad._messages import Progress, first_ten, plural, printable
 from rankgrad.data.image_files import UnreadableImageError
 from rankgrad.data.readers.manifest import BOX
 from rankgrad.data.table import Table
 from rankgrad.search.image_lists import ImageList
 from rankgrad.search.signatures import is_own, sign
-from rankgrad.train.progress import Progress
 
 if TYPE_CHECKING:
     from rankgrad.search.trained_model import TrainedModel

@@ -23,13 +23,12 @@ from numpy.typing import NDArray
 
 from rankgrad._checks import check_choice
 from rankgrad._files import atomic_file, replace_file, write_error_reason
-from rankgrad._messages import table
+from rankgrad._messages import Progress, table
 from rankgrad.data.seeds import bits, permutation
 from rankgrad.eval import neighbours
 from rankgrad.search.gallery import Gallery
 from rankgrad.search.searcher import INDEX, INDEX_ABOUT, INDEX_FORMAT, Effort, Searcher, exact_scores, index_claims
 from rankgrad.search.signatures import sign
-from rankgrad.train.progress import Progress
 
 if TYPE_CHECKING:
     import faiss

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from rankgrad.train.errors import TrainingError, is_full, reason_of
+from rankgrad._files import is_disk_full, sync_folder, write_durably, write_error_reason
+from rankgrad.train.errors import TrainingError
 from rankgrad.train.sharding import unwrap_model
 from rankgrad.train.state_file import read_pickled_state, read_state, state_bytes
 
@@ -200,9 +201,9 @@ class CheckpointStore:
         except OSError as error:
             for leftover in self.path.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            advice = "Free some space" if is_full(error) else "Check its permissions or choose another folder"
+            advice = "Free some space" if is_disk_full(error) else "Check its permissions or choose another folder"
             raise TrainingError(
-                f"{self.path} {what}: {reason_of(error)}; {self.describe_last()}. {advice}, then resume."
+                f"{self.path} {what}: {write_error_reason(error)}; {self.describe_last()}. {advice}, then resume."
             ) from error
 
     def _point_to_best(self, best: Mapping[str, Any]) -> None:
@@ -215,12 +216,12 @@ class CheckpointStore:
         unfinished.mkdir()
         manifest = {file: {"bytes": len(content), "blake2b": _digest(content)} for file, content in files.items()}
         for file, content in {**files, MANIFEST: _json(manifest)}.items():
-            _write_durably(unfinished / file, content)
-        _sync_folder(unfinished)
+            write_durably(unfinished / file, content)
+        sync_folder(unfinished)
         if finished.exists():
             _delete(finished)
         unfinished.rename(finished)
-        _sync_folder(self.path)
+        sync_folder(self.path)
 
     def _prune(self) -> None:
         best = self.pointer("best")
@@ -290,24 +291,6 @@ def _json(content: Any) -> bytes:
 
 def _replace(path: Path, content: bytes) -> None:
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
-    _write_durably(unfinished, content)
+    write_durably(unfinished, content)
     os.replace(unfinished, path)  # noqa: PTH105 (the one call whose atomicity matters, under the name POSIX gives it)
-    _sync_folder(path.parent)
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is on disk when its folder is."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(path.parent)

@@ -1,7 +1,5 @@
 """Errors of training. Each message is one sentence for whoever started the run."""
 
-import errno
-
 
 class TrainingError(RuntimeError):
     """The run cannot continue."""
@@ -30,13 +28,3 @@ class NotFiniteError(ArithmeticError):
     def __init__(self, fact: str, images: str = "") -> None:
         super().__init__(f"{fact}; the batch was images {images}" if images else fact)
         self.fact, self.images = fact, images
-
-
-def is_full(error: OSError) -> bool:
-    """Whether the disk, the quota or the largest file size allowed is exhausted."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def reason_of(error: OSError) -> str:
-    """Why a file could not be written, in a few words."""
-    return "the disk or quota is full" if is_full(error) else (error.strerror or str(error))

@@ -18,7 +18,8 @@ from typing import Any, Protocol, TextIO
 
 import torch
 
-from rankgrad.train.errors import TrainingError, reason_of
+from rankgrad._files import write_error_reason
+from rankgrad.train.errors import TrainingError
 
 JOURNAL = "journal.jsonl"
 PACKAGES = ("rankgrad", "torch", "numpy", "torchvision", "timm", "safetensors", "triton")
@@ -96,7 +97,7 @@ class JsonLines:
         unfinished.replace(self.path)
 
     def _error(self, error: OSError) -> TrainingError:
-        return TrainingError(f"{self.path} cannot be written: {reason_of(error)}")
+        return TrainingError(f"{self.path} cannot be written: {write_error_reason(error)}")
 
 
 def entries(path: Path) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from rankgrad._messages import Progress
 from rankgrad.data.seeds import derive
 from rankgrad.train.checkpoints import Checkpoint, CheckpointStore, folder_name
 from rankgrad.train.diagnostics import diagnose
@@ -25,7 +26,6 @@ from rankgrad.train.journal import JOURNAL, Journal, JsonLines, Tracker, jsonabl
 from rankgrad.train.large_batch import Loss, unwrap_loss
 from rankgrad.train.meters import RunningMean, Throughput
 from rankgrad.train.processes import ALONE, Processes, StopSignal, is_lost_process
-from rankgrad.train.progress import Progress
 from rankgrad.train.resume import LoopState, restore, run_identity
 from rankgrad.train.settings import TrainSettings
 from rankgrad.train.train_step import StepOutput, TrainStep
