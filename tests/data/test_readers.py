@@ -14,10 +14,12 @@ import pytest
 from PIL import Image
 
 from rankgrad.data.glyphs import Glyphs
-from rankgrad.data.readers import READERS, check_data, read
+from rankgrad.data.image_files import unreadable_images
+from rankgrad.data.readers import READERS, read
 from rankgrad.data.readers import base as source_module
 from rankgrad.data.readers import builtin_glyphs as drawn_module
 from rankgrad.data.readers.base import DataSet, ReaderContext, SplitSize
+from rankgrad.data.readers.folder_tree import images_below
 from rankgrad.data.readers.list_files import MAX_LINE, Column, ReadErrors, read_rows
 from rankgrad.data.readers.roxford import read_ground_truth
 
@@ -145,7 +147,7 @@ def test_takes_the_folder_above_a_flat_archive(tree, tmp_path, name):
 
 def test_two_copies_side_by_side_are_not_chosen_between(tree, tmp_path):
     shutil.copytree(tree("cars"), tmp_path / "again")
-    with pytest.raises(ValueError, match=r"cars: several folders below .* hold one \(.*again.*cars\): name the one"):
+    with pytest.raises(ValueError, match=r"cars: several folders below .* qualify \(.*again.*cars\): name the one"):
         read("cars", tmp_path, partial=True)
 
 
@@ -205,7 +207,7 @@ def test_vehicle_models_are_categories_and_may_be_unknown(built):
             # as the tree has it; 999999 has a model and is in no list
             assert category == (vehicle % 3 or -1)
         assert len(table.category_names) == 250
-    assert any("vehicleid-official" in note for note in data.notes)
+    assert any("vehicleid-official" in remark for remark in READERS["vehicleid"].remarks)
 
 
 def test_vehicle_models_may_be_absent_from_a_partial_copy(tree):
@@ -213,7 +215,7 @@ def test_vehicle_models_may_be_absent_from_a_partial_copy(tree):
     (root / MODELS).unlink()
     data = read("vehicleid", root, partial=True)
     assert data.splits["train"].categories is None
-    assert any("model_attr.txt is absent" in note for note in data.notes)
+    assert any("model_attr.txt does not exist" in note for note in data.notes)
     with pytest.raises(FileNotFoundError, match=r"vehicleid: .*model_attr\.txt is missing"):
         read("vehicleid", root)
 
@@ -305,13 +307,13 @@ def test_a_complete_copy_needs_no_leave(built):
     assert data.notes == ()
     test_size = SplitSize(30, 6, queries=18)
     assert "partial" not in " ".join(complete("inshop", built["inshop"], {"train": SplitSize(30, 6), "test": test_size}).notes)
-    with pytest.raises(ValueError, match=r"test: 30 images of 6 classes, 18 of them queries, complete it has .* 17 of them"):
+    with pytest.raises(ValueError, match=r"test: 30 images of 6 classes, 18 of them queries; the complete .* 17 of them"):
         complete("inshop", built["inshop"], {"train": SplitSize(30, 6), "test": SplitSize(30, 6, queries=17)})
 
 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if not name.startswith(("folder", "csv"))])
 def test_published_counts_are_wanted_unless_partial(built, name):
-    with pytest.raises(ValueError, match=r"other counts than published:\n  t.*complete it has .*\n(?s:.*)--partial"):
+    with pytest.raises(ValueError, match=r"other counts than published:\n  t.*the complete one has .*\n(?s:.*)--partial"):
         read(reader_of(name), built[name])
     notes = read(reader_of(name), built[name], partial=True).notes
     assert any("partial copy, other counts than published" in note for note in notes)
@@ -367,7 +369,11 @@ def test_published_counts_are_those_of_the_files():
 def test_a_missing_file_is_named_and_partial_does_not_excuse_it(tree, name, gone):
     root = tree(name)
     (root / gone).unlink()
-    wanted = "must hold one CSV file" if name == "csv" else f"{re.escape(Path(gone).name)}.* is missing.*Wanted: "
+    wanted = (
+        "must contain dataset.csv or a single CSV file"
+        if name == "csv"
+        else f"{re.escape(Path(gone).name)}.* is missing.*Expected: "
+    )
     with pytest.raises(FileNotFoundError, match=f"{reader_of(name)}: .*{wanted}"):
         read(reader_of(name), root, partial=True)
 
@@ -381,14 +387,20 @@ def test_a_missing_folder_is_named(tree):
 
 LINES = [
     # a column too few, too many; a number that is none; a duplicate; a path that leads out; a value that cannot be
-    ("sop", SOP_TRAIN, 3, "2 1 bicycle_final/x.JPG", r":3: 4 columns wanted \(image_id class_id super_class_id path\), got 3"),
-    ("sop", SOP_TRAIN, 3, "2 1 1 x.JPG y.JPG", ":3: 4 columns wanted .* got 5: '2 1 1 x.JPG y.JPG'"),
+    (
+        "sop",
+        SOP_TRAIN,
+        3,
+        "2 1 bicycle_final/x.JPG",
+        r":3: 4 columns expected \(image_id class_id super_class_id path\), got 3",
+    ),
+    ("sop", SOP_TRAIN, 3, "2 1 1 x.JPG y.JPG", ":3: 4 columns expected .* got 5: '2 1 1 x.JPG y.JPG'"),
     ("sop", SOP_TRAIN, 4, "3 one 1 x.JPG", ":4: class_id must be an integer, got 'one'"),
     ("sop", SOP_TRAIN, 4, "3 -1 1 x.JPG", ":4: class_id must be an integer, got '-1'"),
     ("sop", SOP_TRAIN, 4, "3 1.0 1 x.JPG", ":4: class_id must be an integer, got '1.0'"),
     ("sop", SOP_TRAIN, 4, f"3 {10**30} 1 x.JPG", ":4: class_id must be an integer, got '1000"),
     ("sop", SOP_TRAIN, 4, "3 ٣ 1 x.JPG", ":4: class_id must be an integer"),
-    ("sop", SOP_TRAIN, 5, "1 1 1 x.JPG", ":5: image_id '1' was listed before, in line 2"),
+    ("sop", SOP_TRAIN, 5, "1 1 1 x.JPG", ":5: image_id '1' is already listed in line 2"),
     ("sop", SOP_TRAIN, 4, "3 1 13 x.JPG", ":4: super_class_id must be one of 1, 2, .*, got '13'"),
     ("sop", SOP_TRAIN, 4, "3 1 1 /etc/passwd", ":4: a path must be relative and stay inside its folder, got '/etc/passwd'"),
     ("sop", SOP_TRAIN, 4, "3 1 1 a/../../x.JPG", r":4: a path must be relative .* got 'a/\.\./\.\./x\.JPG'"),
@@ -397,14 +409,14 @@ LINES = [
         SOP_TRAIN,
         1,
         "id class super path",
-        ":1: the header 'image_id class_id super_class_id path' wanted, got 'id class",
+        ":1: expected the header 'image_id class_id super_class_id path', got 'id class",
     ),
     ("sop", SOP_TRAIN, 6, b"5 1 1 caf\xe9.JPG", r":6: not UTF-8 at byte 10 of the line \(b'\\xe9'\)"),
-    ("sop", SOP_TRAIN, 6, b"5 1 1 \0.JPG", ":6: the line holds a NUL byte"),
+    ("sop", SOP_TRAIN, 6, b"5 1 1 \0.JPG", ":6: the line contains a NUL byte"),
     ("sop", SOP_TRAIN, 6, b"x" * (MAX_LINE + 10), ":6: the line is longer than 64 KiB"),
     ("inshop", INSHOP_LIST, 1, "5000", ":1: 5,000 rows announced, 60 found"),
-    ("inshop", INSHOP_LIST, 1, "many", ":1: the number of rows wanted, got 'many'"),
-    ("inshop", INSHOP_LIST, 2, "image item status", ":2: the header 'image_name item_id evaluation_status' wanted"),
+    ("inshop", INSHOP_LIST, 1, "many", ":1: expected the number of rows, got 'many'"),
+    ("inshop", INSHOP_LIST, 2, "image item status", ":2: expected the header 'image_name item_id evaluation_status'"),
     (
         "inshop",
         INSHOP_LIST,
@@ -415,53 +427,53 @@ LINES = [
     ("inshop", INSHOP_LIST, 9, "img/MEN/Denim/id_1/a.jpg 1 train", ":9: item_id must be like id_00000002, got '1'"),
     ("inshop", INSHOP_LIST, 9, "img/a.jpg id_1 train", ":9: image_name must be like img/WOMEN/Dresses"),
     ("inshop", INSHOP_LIST, 9, None, ":1: 60 rows announced, 59 found"),
-    ("vehicleid", VEHICLES, 2, "0000031 7", ":2: image '0000031' was listed before, in line 1"),
-    ("vehicleid", VEHICLES, 2, "31 7", ":2: image '31' was listed before, in line 1"),
+    ("vehicleid", VEHICLES, 2, "0000031 7", ":2: image '0000031' is already listed in line 1"),
+    ("vehicleid", VEHICLES, 2, "31 7", ":2: image '31' is already listed in line 1"),
     ("vehicleid", VEHICLES, 2, "0000032.jpg 7", ":2: image must be an integer, got '0000032.jpg'"),
-    ("vehicleid", VEHICLES, 2, "0000032", ":2: 2 columns wanted"),
+    ("vehicleid", VEHICLES, 2, "0000032", ":2: 2 columns expected"),
     ("vehicleid", MODELS, 2, "1 250", ":2: model must be one of"),
-    ("vehicleid", MODELS, 3, "1 2", ":3: vehicle '1' was listed before, in line 2"),
-    ("inat", INAT_TEST, 2, "train_val2018/Aves/x.jpg", ":2: a path like train_val2018/Aves/3021/x.jpg wanted"),
-    ("inat", INAT_TEST, 2, "train_val2018/Aves/owl/x.jpg", ":2: a path like train_val2018/Aves/3021/x.jpg wanted"),
+    ("vehicleid", MODELS, 3, "1 2", ":3: vehicle '1' is already listed in line 2"),
+    ("inat", INAT_TEST, 2, "train_val2018/Aves/x.jpg", ":2: expected a path like train_val2018/Aves/3021/x.jpg"),
+    ("inat", INAT_TEST, 2, "train_val2018/Aves/owl/x.jpg", ":2: expected a path like train_val2018/Aves/3021/x.jpg"),
     ("inat", INAT_TEST, 2, "../Aves/7/x.jpg", ":2: a path must be relative"),
     ("inat", INAT_TEST, 2, "/train_val2018/Aves/7/x.jpg", ":2: a path must be relative"),
-    ("cub", "CUB_200_2011/images.txt", 2, "2", ":2: 2 columns wanted"),
-    ("cub", "CUB_200_2011/images.txt", 2, "1 002.Bird/x.jpg", ":2: image_id '1' was listed before, in line 1"),
+    ("cub", "CUB_200_2011/images.txt", 2, "2", ":2: 2 columns expected"),
+    ("cub", "CUB_200_2011/images.txt", 2, "1 002.Bird/x.jpg", ":2: image_id '1' is already listed in line 1"),
     ("cub", "CUB_200_2011/images.txt", 2, "2 ../x.jpg", ":2: a path must be relative"),
     ("cub", "CUB_200_2011/image_class_labels.txt", 2, "2 201", ":2: class_id must be one of"),
     ("cub", "CUB_200_2011/image_class_labels.txt", 2, None, "images.txt:2: image 2 has no class in image_class_labels.txt"),
-    ("gldv1", "train.csv", 1, "id,landmark_id", ":1: the header 'id,url,landmark_id' wanted, got 'id,landmark_id'"),
-    ("gldv1", "train.csv", 3, "a,b", r":3: 3 columns wanted \(id url landmark_id\), got 2"),
+    ("gldv1", "train.csv", 1, "id,landmark_id", ":1: expected the header 'id,url,landmark_id', got 'id,landmark_id'"),
+    ("gldv1", "train.csv", 3, "a,b", r":3: 3 columns expected \(id url landmark_id\), got 2"),
     ("gldv1", "train.csv", 3, "a,b,None", ":3: landmark_id must be an integer, got 'None'"),
-    ("gldv1", "train.csv", 3, "../a,b,1", ":3: id must be letters and digits, it names a file, got '../a'"),
-    ("gldv1", "train.csv", 3, '"a,b,1', ":3: the row that begins here is no CSV"),
+    ("gldv1", "train.csv", 3, "../a,b,1", ":3: id must be letters and digits, since it names a file, got '../a'"),
+    ("gldv1", "train.csv", 3, '"a,b,1', ":3: the row that begins here is not CSV"),
     ("gldv1", "train.csv", 3, b"a,\xff,1", ":3: not UTF-8"),
     ("gldv1-list", "landmarks18/lists/train.txt", 3, "/a.jpg 1", ":3: a path must be relative"),
-    ("gldv1-list", "landmarks18/lists/train.txt", 3, "0/0.jpg 1", ":3: path '0/0.jpg' was listed before, in line 1"),
+    ("gldv1-list", "landmarks18/lists/train.txt", 3, "0/0.jpg 1", ":3: path '0/0.jpg' is already listed in line 1"),
     ("roxford5k", "revisitop1m/revisitop1m.txt", 2, "../a.jpg", ":2: a path must be relative"),
-    ("roxford5k", "revisitop1m/revisitop1m.txt", 2, "ab/000000.jpg", ":2: path 'ab/000000.jpg' was listed before, in line 1"),
+    ("roxford5k", "revisitop1m/revisitop1m.txt", 2, "ab/000000.jpg", ":2: path 'ab/000000.jpg' is already listed in line 1"),
     ("csv", "dataset.csv", 1, "file,label,split,category,is_query,is_gallery", ":1: the header lacks path, got 'file,label"),
     ("csv", "dataset.csv", 1, "path;label;split", r":1: the header lacks path, label, .*separated by commas"),
     ("csv", "dataset.csv", 1, "path,label,path,category,is_query,is_gallery", ":1: the header lacks split"),
     ("csv", "dataset.csv", 1, "path,label,split,label,is_query,is_gallery", ":1: columns named twice: label"),
     ("csv", "dataset.csv", 1, "path,label,split,x_1,is_query,is_gallery", ":1: the header lacks y_1, x_2, y_2"),
-    ("csv", "dataset.csv", 3, "images/0_1.jpg,a,train", r":3: 6 columns wanted \(path,label,split.*\), got 3"),
+    ("csv", "dataset.csv", 3, "images/0_1.jpg,a,train", r":3: 6 columns expected \(path,label,split.*\), got 3"),
     ("csv", "dataset.csv", 3, "images/0_1.jpg,a,val,,,", ":3: split must be one of train, validation, test, got 'val'"),
     ("csv", "dataset.csv", 3, "images/0_1.jpg,,train,,,", ":3: label is empty"),
     ("csv", "dataset.csv", 3, "/images/0_1.jpg,a,train,,,", ":3: a path must be relative"),
     ("csv", "dataset.csv", 3, "images/../../0_1.jpg,a,train,,,", ":3: a path must be relative"),
-    ("csv", "dataset.csv", 3, "images/0_0.jpg,a,train,,,", ":3: path 'images/0_0.jpg' was listed before, in line 2"),
+    ("csv", "dataset.csv", 3, "images/0_0.jpg,a,train,,,", ":3: path 'images/0_0.jpg' is already listed in line 2"),
     ("csv", "dataset.csv", 3, "images/0_1.jpg,a,test,,maybe,", ":3: is_query must be true, false or empty, got 'maybe'"),
     (
         "csv",
         "dataset.csv",
         3,
         "images/0_1.jpg,a,test,,,",
-        ":3: an image of test must be query or gallery or both, this one is neither",
+        ":3: an image of test must be a query or in the gallery, this one is neither",
     ),
-    ("csv", "dataset.csv", 3, '"images/0_1.jpg,a,train,,,', ":3: the row that begins here is no CSV"),
+    ("csv", "dataset.csv", 3, '"images/0_1.jpg,a,train,,,', ":3: the row that begins here is not CSV"),
     ("csv", "dataset.csv", 3, b"images/\xfc.jpg,a,train,,,", ":3: not UTF-8 at byte 8"),
-    ("csv", "dataset.csv", 3, b"images/\0.jpg,a,train,,,", ":3: the line holds a NUL byte"),
+    ("csv", "dataset.csv", 3, b"images/\0.jpg,a,train,,,", ":3: the line contains a NUL byte"),
 ]
 
 
@@ -476,7 +488,7 @@ def test_a_damaged_line_is_named_and_partial_does_not_excuse_it(tree, name, path
 def test_an_image_of_train_may_not_be_tested_on(tree):
     root = tree("sop")
     change(root / "Stanford_Online_Products/Ebay_test.txt", 2, (root / SOP_TRAIN).read_text().splitlines()[1])
-    with pytest.raises(ValueError, match=r"sop: 1 images are both in train and in test:\n  cabinet_final/110000000001_0\.JPG"):
+    with pytest.raises(ValueError, match=r"sop: 1 image is both in train and in test:\n  cabinet_final/110000000001_0\.JPG"):
         read("sop", root, partial=True)
 
 
@@ -570,7 +582,7 @@ def test_missing_images_are_listed_with_their_lines_up_to_ten(tree):
 def test_a_split_without_any_image_is_refused_even_when_partial(tree):
     root = tree("cars")
     shutil.rmtree(root / "car_ims")
-    with pytest.raises(FileNotFoundError, match="cars: none of the 30 images of train is there"):
+    with pytest.raises(FileNotFoundError, match="cars: none of the 30 images of train exist"):
         read("cars", root, partial=True)
 
 
@@ -605,7 +617,7 @@ def test_a_damaged_mat_file_is_a_clear_error(tree, damage):
             "version 7.3": header * 4,
         }[damage]
     )
-    with pytest.raises(ValueError, match=r"cars: .*cars_annos\.mat is no readable MATLAB file \("):
+    with pytest.raises(ValueError, match=r"cars: .*cars_annos\.mat is not a readable MATLAB file \("):
         read("cars", root, partial=True)
 
 
@@ -618,7 +630,7 @@ def test_a_damaged_mat_file_is_a_clear_error(tree, damage):
         ([("car_ims/000001.jpg", 1), ("car_ims/../../x.jpg", 1)], "annotation 2: a path must be relative"),
         (
             [("car_ims/000001.jpg", 1), ("car_ims/000001.jpg", 2)],
-            "annotation 2: 'car_ims/000001.jpg' was listed before, at .*annotation 1",
+            "annotation 2: 'car_ims/000001.jpg' is already listed at .*annotation 1",
         ),
         (
             [("car_ims/000001.jpg", 1), ("", 1)],
@@ -702,10 +714,10 @@ def with_entry(**changes) -> dict:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "a dict with the lists imlist, qimlist and gnd wanted, got list"),
-        ({"imlist": [], "gnd": []}, "wanted, got a dict of 'imlist', 'gnd'"),
+        ([], "expected a dict with the lists imlist, qimlist and gnd, got list"),
+        ({"imlist": [], "gnd": []}, "gnd, got a dict of 'imlist', 'gnd'"),
         ({**with_entry(), "imlist": ["a", 3]}, r"imlist\[1\] must be the name of an image, got int"),
-        ({**with_entry(), "imlist": ["a", "a"]}, r"imlist\[1\]: 'a' was listed before"),
+        ({**with_entry(), "imlist": ["a", "a"]}, r"imlist\[1\]: 'a' is already listed"),
         ({**with_entry(), "imlist": ["a", "../b"]}, r"imlist\[1\]: a path must be relative"),
         ({**with_entry(), "qimlist": ["/q"]}, r"qimlist\[0\]: a path must be relative"),
         ({**with_entry(), "qimlist": ["q", "r"]}, "gnd must have one entry per query, 2, got 1"),
@@ -757,40 +769,75 @@ def test_folders_are_classes_by_name(tmp_path):
     assert data.splits["train"].labels.tolist() == [0, 0, 2]
     assert data.splits["test"].labels.tolist() == [1, 2]
     notes = "\n".join(data.notes)
-    assert "1 of the 2 classes of test are in train too" in notes
-    assert "1 files that are no images were passed over:\n  train/ant/notes.txt" in notes
-    assert "1 folders hold no image:\n  test/cow" in notes
+    assert "1 of the 2 classes of test are in train, too" in notes
+    assert "skipped 1 file that is not an image:\n  train/ant/notes.txt" in notes
+    assert "1 folder without images:\n  test/cow" in notes
 
 
-def test_classes_alone_are_split_by_name(tmp_path):
-    data = read("folder", images(tmp_path, "d/1.png", "a/1.png", "c/1.png", "b/1.png", "e/1.png"))
-    assert data.splits["train"].paths == ("a/1.png", "b/1.png", "c/1.png")
-    assert data.splits["test"].paths == ("d/1.png", "e/1.png")
-    assert data.notes == ("no split is given: the first 3 classes by name train, the other 2 test",)
+def test_classes_alone_are_split_by_name_on_request(tmp_path):
+    images(tmp_path, *(f"{name}/{i}.png" for name in "dacbe" for i in range(2)))
+    data = read("folder", tmp_path, split_seed=None)
+    assert data.splits["train"].labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert data.splits["test"].paths == ("d/0.png", "d/1.png", "e/0.png", "e/1.png")
+    assert data.notes == ("there is no split: 3 classes train (the first by name), the other 2 test",)
+    assert data.split_seed is None
+
+
+def train_classes(root: Path, **settings) -> set[str]:
+    return {path.split("/")[0] for path in read("folder", root, **settings).splits["train"].paths}
+
+
+def test_classes_alone_are_drawn_at_random(tmp_path):
+    names = [f"{kind}{i}" for kind in ("cat", "dog") for i in range(20)]
+    images(tmp_path, *(f"{name}/{i}.png" for name in names for i in range(2)))
+    data = read("folder", tmp_path)
+    assert data.notes == ("there is no split: 20 classes train (drawn at random with seed 0), the other 20 test",)
+    assert data.split_seed == 0
+    drawn = train_classes(tmp_path)
+    assert drawn == train_classes(tmp_path, split_seed=0), "the seed decides"
+    assert drawn != train_classes(tmp_path, split_seed=1)
+    # not only cats: of 20 drawn from 40, fewer than 5 of one kind have probability 2e-4
+    assert 5 <= sum(name.startswith("cat") for name in drawn) <= 15
+    # a class more moves at most one other
+    images(tmp_path, "ant/0.png", "ant/1.png")
+    assert len(drawn ^ train_classes(tmp_path)) <= 2
+    test = read("folder", tmp_path).splits["test"]
+    assert not train_classes(tmp_path) & {path.split("/")[0] for path in test.paths}
+
+
+def test_a_manifest_without_split_is_drawn_at_random_too(tmp_path):
+    images(tmp_path, *(f"{i}.png" for i in range(12)))
+    text = "path,label\n" + "".join(f"{i}.png,{'abcdef'[i // 2]}\n" for i in range(12))
+    root = write_csv(tmp_path, text)
+    seen = {tuple(read("csv", root, split_seed=seed).splits["train"].labels.tolist()) for seed in range(9)}
+    assert len(seen) > 3
+    assert read("csv", root, split_seed=None).splits["train"].labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert read("csv", root).split_seed == 0
 
 
 def test_categories_alone_are_split_by_class(tmp_path):
-    data = read("folder", images(tmp_path, "x/a/1.png", "x/b/1.png", "y/a/1.png", "y/b/1.png"))
+    data = read("folder", images(tmp_path, "x/a/1.png", "x/b/1.png", "y/a/1.png", "y/b/1.png"), split_seed=None)
     # a below x and a below y are two classes
     assert [table.labels.tolist() for table in data.splits.values()] == [[0, 1], [2, 3]]
     assert data.splits["test"].category_names == ("x", "y")
     assert data.splits["test"].categories.tolist() == [1, 1]
+    assert data.splits["test"].class_names == {0: "x/a", 1: "x/b", 2: "y/a", 3: "y/b"}
 
 
 @pytest.mark.parametrize(
     ("paths", "error", "message"),
     [
-        (("train/1.png", "train/a/1.png", "test/a/1.png"), ValueError, r"train/1\.png: lies in no class"),
+        (("train/1.png", "train/a/1.png", "test/a/1.png"), ValueError, r"train/1\.png: the image is in no class"),
         (
             ("a/1.png", "b/c/1.png"),
             ValueError,
-            r"all lie in CLASS or all in CATEGORY/CLASS, got both: 'a/1\.png' and 'b/c/1\.png'",
+            r"all be in CLASS or all in CATEGORY/CLASS, got both: 'a/1\.png' and 'b/c/1\.png'",
         ),
         (("train/a/1.png", "test/x/a/1.png"), ValueError, "the same levels of folders, got train CLASS, test CATEGORY/CLASS"),
-        (("x/y/z/1.png",), ValueError, "folders must end at CATEGORY/CLASS, got 'x/y/z' below it"),
-        (("a/1.png",), ValueError, "at least 2 classes are wanted to train and test on, got 1"),
-        (("a/1.txt",), ValueError, "has no image for 'all'"),
-        (("train/a/1.png", "test/a/1.txt"), ValueError, "has no image for 'test'"),
+        (("x/y/z/1.png",), ValueError, "folders must end at CATEGORY/CLASS, got 'z' below it"),
+        (("a/1.png",), ValueError, "at least 2 classes are needed to train and test on, got 1"),
+        (("a/1.txt",), ValueError, "has no images for 'all'"),
+        (("train/a/1.png", "test/a/1.txt"), ValueError, "has no images for 'test'"),
         (("train/a/1.png", "val/a/1.png", "validation/a/1.png"), ValueError, "has both val and validation: keep one"),
     ],
 )
@@ -800,7 +847,7 @@ def test_folders_that_cannot_be_meant(tmp_path, paths, error, message):
 
 
 def test_a_folder_without_test_says_so(tmp_path):
-    data = read("folder", images(tmp_path, "train/a/1.png", "train/b/1.png"))
+    data = read("folder", images(tmp_path, "train/a/1.png", "train/a/2.png"))
     assert list(data.splits) == ["train"]
     assert data.protocols == {}
     assert data.notes == ("there is neither test nor val: nothing to evaluate on",)
@@ -827,10 +874,10 @@ def test_a_manifest_of_integers_keeps_them_and_needs_no_split(tmp_path):
     images(tmp_path, "a.png", "b.png", "c.png")
     write_csv(tmp_path, "label,path\n7,a.png\n100,b.png\n7,c.png\n", "mine.csv")
     for root in (tmp_path, tmp_path / "mine.csv"):
-        data = read("csv", root)
+        data = read("csv", root, split_seed=None)
         assert data.splits["train"].labels.tolist() == [7, 7]
         assert data.splits["test"].labels.tolist() == [100]
-        assert "the first 1 classes by name train" in data.notes[0]
+        assert "1 classes train (the first by name)" in data.notes[0]
 
 
 def test_a_manifest_may_come_from_a_spreadsheet(tmp_path):
@@ -840,7 +887,7 @@ def test_a_manifest_may_come_from_a_spreadsheet(tmp_path):
     data = read("csv", write_csv(tmp_path, text, encoding="utf-8-sig"))
     assert data.splits["train"].paths == ("a, b.png",)
     assert data.splits["test"].paths == ("c.png",)
-    assert data.notes == ("columns that mean nothing here: 'remark'",)
+    assert data.notes[0] == "ignored columns: 'remark'"
 
 
 def test_flags_of_a_manifest(tmp_path):
@@ -879,27 +926,111 @@ def test_categories_and_boxes_of_a_manifest(tmp_path):
 
 def test_a_manifest_must_be_found(tmp_path):
     write_csv(tmp_path, "path,label\n", "a.csv")
-    with pytest.raises(ValueError, match=r"csv: .*a\.csv lists no image"):
+    with pytest.raises(ValueError, match=r"csv: .*a\.csv lists no images"):
         read("csv", tmp_path)
     write_csv(tmp_path, "", "a.csv")
     with pytest.raises(ValueError, match=r"a\.csv:1: the header lacks path, label, got ''"):
         read("csv", tmp_path)
     write_csv(tmp_path, "", "b.csv")
-    with pytest.raises(FileNotFoundError, match=r"must hold one CSV file or dataset\.csv, got a\.csv, b\.csv: name the file"):
+    with pytest.raises(
+        FileNotFoundError, match=r"must contain dataset\.csv or a single CSV file, got a\.csv, b\.csv: name the file"
+    ):
         read("csv", tmp_path)
+
+
+def test_a_manifest_may_name_files_elsewhere(tmp_path):
+    images(tmp_path / "pictures", "a/1.png", "a/2.png", "b/1.png", "b/2.png")
+    root = tmp_path / "pictures"
+    paths = [f"{root}/a/1.png", "a/2.png", f"{root}/b/1.png", f"{root}/b/2.png"]
+    splits = ("train", "train", "test", "test")
+    rows = [f"{path},{path.split('/')[-2]},{split}\n" for path, split in zip(paths, splits, strict=True)]
+    text = "path,label,split\n" + "".join(rows)
+    listed = write_csv(tmp_path, text)
+    with pytest.raises(ValueError, match=r"(?s):2: a path must be relative .*; name the folder .* by --image-root DIR"):
+        read("csv", listed)
+    data = read("csv", listed, image_root=root)
+    assert data.splits["train"].paths == ("a/1.png", "a/2.png")
+    assert data.splits["test"].file(1) == root / "b" / "2.png"
+    with pytest.raises(ValueError, match=rf":4: a path must be relative .*; --image-root is {root / 'a'}"):
+        read("csv", listed, image_root=root / "a")
+    with pytest.raises(FileNotFoundError, match=r"--image-root\), .*nowhere, does not exist"):
+        read("csv", listed, image_root=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="folder: only a CSV file takes the folder of its images"):
+        read("folder", root, image_root=root)
+    whole = read("csv", write_csv(tmp_path, text.replace("\na/2.png", f"\n{root}/a/2.png")), image_root=Path("/"))
+    assert whole.splits["train"].file(1) == root / "a" / "2.png"
+    escaping = write_csv(tmp_path, text.replace(f"{root}/a/1.png", f"{root}/a/../../../x.png"))
+    with pytest.raises(ValueError, match=":2: a path must be relative and stay inside its folder"):
+        read("csv", escaping, image_root=root)
+
+
+def test_queries_with_nothing_to_find_and_lone_images_are_mentioned(tmp_path):
+    images(tmp_path, "train/a/1.png", "train/a/2.png", "train/b/1.png", "test/c/1.png", "test/d/1.png", "test/d/2.png")
+    assert read("folder", tmp_path).notes == (
+        "1 class of train has a single image: without a second one there is no positive pair",
+        "1 query of test has no other image of the same class to find: evaluation skips it",
+    )
+    header = "path,label,split,is_query,is_gallery\ntrain/a/1.png,a,train,,\ntrain/a/2.png,a,train,,\n"
+    rows = "test/c/1.png,c,test,1,1\ntest/d/1.png,d,test,1,0\ntest/d/2.png,d,test,0,1\ntrain/b/1.png,b,test,1,0\n"
+    assert read("csv", write_csv(tmp_path, header + rows)).notes == (
+        "2 queries of test have no other image of the same class to find: evaluation skips them",
+    )
+
+
+@pytest.mark.parametrize("name", ["folder", "csv", "omniglot", "inat", "cub", "inshop"])
+def test_classes_have_names(built, name):
+    data = read(name, built[name], partial=True)
+    labels = {label for table in data.splits.values() for label in table.labels.tolist()}
+    names = {table.class_name(label) for table in data.splits.values() for label in table.labels.tolist()}
+    assert len(names) == len(labels)
+    assert not any(name.isdigit() for name in names)
+
+
+def test_glyphs_are_called_by_their_character():
+    train = read("glyphs", None).splits["train"]
+    code = train.paths[0].split("/")[2]
+    assert train.class_name(int(train.labels[0])) == chr(int(code.removeprefix("U+"), 16))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="other systems do not allow such names")
+def test_names_do_not_drive_the_terminal(tmp_path):
+    escape = "\x1b[2J\x07"
+    images(tmp_path, f"train/{escape}/1.png", f"train/{escape}/2.png", f"train/b{escape}.png")
+    with pytest.raises(ValueError, match="in no class") as caught:
+        read("folder", tmp_path)
+    assert "\x1b" not in str(caught.value)
+    (tmp_path / "train" / f"b{escape}.png").rename(tmp_path / "train" / escape / f"{escape}.txt")
+    data = read("folder", tmp_path)
+    assert "\x1b" not in "".join(data.notes)
+    table = data.splits["train"]
+    table.file(0).write_bytes(b"no image")
+    (message,) = unreadable_images(table)
+    assert "\x1b" not in message
+    assert "\\x1b[2J" in message
+
+
+def test_links_to_folders_and_files_are_followed(tmp_path):
+    images(tmp_path / "store", "ant/1.png", "ant/2.png", "owl/1.png", "owl/2.png")
+    (tmp_path / "set").mkdir()
+    for name in ("ant", "owl"):
+        (tmp_path / "set" / name).symlink_to(tmp_path / "store" / name)
+    assert sum(len(table) for table in read("folder", tmp_path / "set").splits.values()) == 4
+    assert list(images_below(tmp_path / "set")) == ["ant/1.png", "ant/2.png", "owl/1.png", "owl/2.png"]
+    (tmp_path / "store" / "ant" / "loop").symlink_to(tmp_path / "set")
+    assert len(list(images_below(tmp_path / "set"))) == 4
 
 
 def test_says_which_data_set_and_folder_it_wants(tmp_path):
     with pytest.raises(ValueError, match="unknown data set 'incub': did you mean 'cub'"):
         read("incub", tmp_path)
     with pytest.raises(ValueError, match="unknown data set 'zzz': choose one of sop, inshop, "):
-        check_data("zzz", tmp_path)
-    with pytest.raises(ValueError, match=r"sop: a folder is wanted, got none. Wanted: Stanford_Online_Products\.zip unpacked"):
+        read("zzz", tmp_path)
+    with pytest.raises(ValueError, match=r"sop: give its folder. Expected: Stanford_Online_Products\.zip unpacked"):
         read("sop", None)
     with pytest.raises(FileNotFoundError, match=r"sop: .*nowhere does not exist"):
         read("sop", tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"sop: .*file is a file, a folder is wanted"):
+    with pytest.raises(ValueError, match=r"sop: .*file is a file, not a folder"):
         read("sop", tmp_path / "file")
 
 
@@ -912,34 +1043,10 @@ def test_names_of_the_readers():
 
 def test_a_data_set_checks_itself(built):
     data = read("cub", built["cub"], partial=True)
-    with pytest.raises(ValueError, match="DataSet cub: at least one split wanted"):
+    with pytest.raises(ValueError, match="DataSet cub: splits must not be empty"):
         dataclasses.replace(data, splits={}, protocols={})
     with pytest.raises(ValueError, match="protocols for splits it does not have: val"):
         dataclasses.replace(data, protocols={"val": "all-vs-all"})
-
-
-def test_check_data_prints_a_table(tree):
-    root = tree("inshop")
-    (root / "img/WOMEN/Dresses/id_00000003/02_1_front.jpg").unlink()
-    lines = check_data("inshop", root, partial=True).splitlines()
-    assert lines[:2] == ["inshop: In-Shop Clothes Retrieval (DeepFashion)", f"in {root}"]
-    assert lines[3:6] == [
-        "split  images  classes  categories  queries  gallery  smallest  median  largest  protocol",
-        "train      29        6           3        -        -         4       5        5  -",
-        "test       30        6           3       18       12         5       5        5  query-gallery",
-    ]
-    text = "\n".join(lines)
-    assert "expected train: 25,882 images of 3,997 classes: differs" in text
-    assert "note: left out 1 of 60 listed images, absent:\n  " in text
-
-
-def test_check_data_leaves_out_what_no_split_has(built):
-    text = check_data("folder", built["folder"])
-    assert "split  images  classes  smallest  median  largest  protocol\n" in text
-    assert "expected: nothing is published" in text
-    roxford = check_data("roxford5k", built["roxford5k"], partial=True)
-    assert "split        images  queries  gallery  protocol\n" in roxford
-    assert "smallest" not in roxford
 
 
 def test_pictures_of_a_tree_are_seeded(tmp_path):

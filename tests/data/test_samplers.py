@@ -1,5 +1,6 @@
 """What batches are made of, counted batch by batch, and that an epoch can be interrupted anywhere."""
 
+import contextlib
 import itertools
 import time
 from collections import Counter
@@ -425,3 +426,21 @@ def test_an_epoch_of_sop_takes_well_under_a_second():
         # CPU seconds; 0.1 or less on a free core
         assert time.process_time() - began < 1
         assert len(batches) == len(sampler)
+
+
+@pytest.mark.parametrize("sizes", [[6, 6, 6], [2, 9, 4, 1], [3, 3, 20], [1, 1, 5]])
+def test_the_largest_batch_is_the_largest_that_is_accepted(sizes):
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    categories = labels % 2
+    for make, largest in (
+        (lambda size: ClassBalanced(labels, size, 2), ClassBalanced.largest_batch(labels, 2)),
+        (lambda size: WholeClass(labels, size), WholeClass.largest_batch(labels)),
+        (lambda size: CategoryHard(labels, categories, size), CategoryHard.largest_batch(labels, categories)),
+        (lambda size: CategoryHard(labels, categories, size, per_class=2), CategoryHard.largest_batch(labels, categories, 2)),
+    ):
+        accepted = []
+        for size in range(4, len(labels) + 5):
+            with contextlib.suppress(ValueError):
+                make(size)
+                accepted.append(size)
+        assert max(accepted, default=largest) == largest

@@ -82,7 +82,7 @@ def test_select_refuses(index, error, message):
         ({"categories": np.full(6, 2)}, ValueError, r"categories must lie in \[-1, 2\).*got 2 to 2"),
         ({"categories": np.full(6, -2)}, ValueError, "got -2 to -2"),
         ({"is_query": np.zeros(6, np.int64)}, TypeError, "is_query must be a numpy array of bool"),
-        ({"is_gallery": None}, ValueError, "is_query and is_gallery go together"),
+        ({"is_gallery": None}, ValueError, "is_query and is_gallery must be given together"),
         ({"boxes": np.zeros((6, 3))}, ValueError, r"boxes must have shape \(6, 4\)"),
         ({"boxes": np.zeros((6, 4), np.int64)}, TypeError, "boxes must be a numpy array of floating"),
         ({"pixels": np.zeros((6, 2, 2))}, TypeError, "pixels must be uint8, got float64"),
@@ -132,13 +132,13 @@ def test_ground_truth_is_checked():
     none = positions([], [], [])
     with pytest.raises(ValueError, match=r"one array per query, got \(3, 3, 2\) arrays"):
         GroundTruth(fine, none, none[:2])
-    with pytest.raises(ValueError, match="query 1: an image may be in one of easy, hard and junk, and once"):
+    with pytest.raises(ValueError, match="query 1: an image may be in one of easy, hard and junk only, once"):
         GroundTruth(fine, none, positions([], [1], []))
     with pytest.raises(TypeError, match="query 0: positions must be int64, got float64"):
         GroundTruth((np.array([0.0]), *fine[1:]), none, none)
     with pytest.raises(ValueError, match=r"ground_truth must lie in \[0, 3\), the gallery, got 0 to 3"):
         table(ground_truth=GroundTruth(positions([0], [1], [3]), none, none))
-    with pytest.raises(ValueError, match="ground_truth is of 2 queries, the table has 3"):
+    with pytest.raises(ValueError, match="ground_truth has 2 queries, the table 3"):
         table(ground_truth=GroundTruth(fine[:2], none[:2], none[:2]))
     with pytest.raises(ValueError, match="ground_truth needs is_query and is_gallery"):
         table(ground_truth=GroundTruth(fine, none, none), is_query=None, is_gallery=None)
@@ -154,9 +154,9 @@ def test_halves_are_by_class_not_by_row():
 
 
 def test_halves_need_classes():
-    with pytest.raises(ValueError, match="halves: toy/test must have at least 2 classes, got 1"):
+    with pytest.raises(ValueError, match="toy/test must have at least 2 classes to be split in halves, got 1"):
         halves(table(labels=np.zeros(6, np.int64)))
-    with pytest.raises(ValueError, match="images of no class"):
+    with pytest.raises(ValueError, match="images without a class"):
         halves(table(labels=np.array([0, 0, 1, 1, -1, 2])))
 
 

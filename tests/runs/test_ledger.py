@@ -52,6 +52,9 @@ class FakeTask:
     def with_recipe(self, recipe):
         return FakeTask(recipe)
 
+    def with_fitting_batch(self):
+        return self
+
     def test_splits(self):
         return ["test"]
 

@@ -59,7 +59,7 @@ VERBS: Mapping[str, Verb] = {
     "train": Verb("train_commands", "train", "Train a recipe or your own images, and test the result."),
     "eval": Verb("train_commands", "evaluate", "Test a trained run again."),
     "recipes": Verb("show_commands", "recipes", "List the papers' results that can be trained, or show one in full."),
-    "check-data": Verb("show_commands", "check_data", "Read a data set and report what is there and what is wrong."),
+    "check-data": Verb("data_commands", "check_data", "Read a data set and report what is there and what is wrong."),
     "plan": Verb("train_commands", "plan", "Measure a training step on this machine: time, memory, chunk size."),
     "check-equivalence": Verb("train_commands", "check_equivalence", "Verify that several processes compute what one does."),
     "sweep": Verb("train_commands", "sweep", "Try a grid of settings on validation classes, then test the best."),

@@ -33,6 +33,7 @@ def main_embed(arguments: Sequence[str]) -> int:
     parser.add_argument("--data", metavar="NAME:DIR", help="a data set in place of IMAGES, such as sop:DIR")
     parser.add_argument("--split", metavar="NAME", default="test", help="split of the data set [test]")
     parser.add_argument("--partial", action="store_true", help="accept an incomplete copy of the data set")
+    parser.add_argument("--image-root", metavar="DIR", type=Path, help="folder of the images that a CSV file lists")
     parser.add_argument("--out", metavar="DIR", type=Path, help="a new folder [RUN/embeddings/NAME of the images]")
     parser.add_argument("--ids", choices=("parquet", "csv"), default="parquet", help="format of the list of images [parquet]")
     parser.add_argument("--skip-bad", action="store_true", help="list images that cannot be read and skip them")
@@ -43,16 +44,23 @@ def main_embed(arguments: Sequence[str]) -> int:
         parser.error("name the images: a folder or a CSV file, or a data set with --data, and not both")
     if given.workers is not None and given.workers < 1:
         parser.error(f"--workers must be at least 1, got {given.workers}")
+    model = _load(given.run, given)
     images: ImageList
     if given.data is not None:
-        images, notes = split_of_data_set(given.data, given.split, partial=given.partial)
+        seed = model.recipe.split_seed
+        images, notes = split_of_data_set(
+            given.data,
+            given.split,
+            partial=given.partial,
+            split_seed=None if seed == "alphabetical" else seed,
+            image_root=given.image_root,
+        )
         for note in notes:
             print(f"note: {note}", flush=True)
     elif given.images.suffix.lower() == ".csv":
-        images = manifest_of_images(given.images)
+        images = manifest_of_images(given.images, given.image_root)
     else:
         images = folder_of_images(given.images)
-    model = _load(given.run, given)
     out = given.out or given.run / "embeddings" / images.table.name.replace("/", "-")
     gallery = embed_images(model, images, out, ids=given.ids, skip_bad=given.skip_bad, workers=given.workers)
     print(f"Wrote {plural(len(gallery), 'embedding')} of {gallery.embeddings.shape[1]} dimensions to {out}")

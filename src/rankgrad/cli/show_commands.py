@@ -1,4 +1,4 @@
-"""The verbs that show something and train nothing: recipes, check-data, protocols, report, figures."""
+"""The verbs that show something and train nothing: recipes, protocols, report, figures."""
 
 import argparse
 import json
@@ -80,22 +80,6 @@ def describe_recipe(recipe: "Recipe") -> str:
     if recipe.notes:
         parts.append("\n".join(["notes:", *(f"  - {note}" for note in recipe.notes)]))
     return "\n\n".join(parts)
-
-
-def check_data(arguments: Sequence[str]) -> int:
-    """`rankgrad check-data NAME DIR`."""
-    from rankgrad.data.readers import READERS
-    from rankgrad.data.readers import check_data as check
-
-    parser = Parser("rankgrad check-data", "Read a data set, compare it with its published sizes, and describe it.")
-    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(READERS)}")
-    parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help="where it is")
-    parser.add_argument("--partial", action="store_true", help="accept an incomplete copy and list what is missing")
-    given = parser.parse(arguments)
-    if given.name not in READERS:
-        parser.error(f"there is no data set {given.name!r}: {did_you_mean(given.name, READERS)}")
-    print(check(given.name, given.folder, partial=given.partial))
-    return 0
 
 
 def protocols(arguments: Sequence[str]) -> int:

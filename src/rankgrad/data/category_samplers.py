@@ -42,6 +42,17 @@ class _CategoryPairs(EpochSampler):
             )
         self.short_categories = tuple(name for name, capacity in self._room.items() if capacity < batch_size // 2)
 
+    @staticmethod
+    def largest_batch(labels: ArrayLike, categories: ArrayLike, per_class: int | None = None) -> int:
+        """Images of the largest batch that can be filled."""
+        caller = "CategoryHard.largest_batch"
+        groups = class_groups(
+            checked_integers(labels, name="labels", caller=caller),
+            checked_integers(categories, name="categories", caller=caller),
+        )
+        total = int((groups.sizes if per_class is None else np.minimum(groups.sizes, per_class)).sum())
+        return total - total % 2
+
     @abstractmethod
     def _pair(self, slot: int) -> tuple[int, int]:
         """The two categories of one of the `len(self)` batches, before their order is shuffled."""

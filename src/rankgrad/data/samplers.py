@@ -154,6 +154,13 @@ class ClassBalanced(EpochSampler):
         # of one class at most one group can be in each batch
         self._classes, self._usable, self._groups = classes, usable, np.minimum(groups[usable], self._length)
 
+    @staticmethod
+    def largest_batch(labels: ArrayLike, per_class: int) -> int:
+        """Images of the largest batch that can be filled."""
+        check_count(per_class, name="per_class", caller="ClassBalanced.largest_batch", least=1)
+        sizes = class_sizes(checked_integers(labels, name="labels", caller="ClassBalanced.largest_batch"))
+        return int((sizes >= per_class).sum()) * per_class
+
     def __len__(self) -> int:
         return self._length
 
@@ -206,6 +213,13 @@ class WholeClass(EpochSampler):
             )
         self._length = -(-images // batch_size)
 
+    @staticmethod
+    def largest_batch(labels: ArrayLike) -> int:
+        """Images of the largest batch that can be filled; 0 where any batch would lack negatives."""
+        sizes = class_sizes(checked_integers(labels, name="labels", caller="WholeClass.largest_batch"))
+        total = int(sizes.sum())
+        return total if total - sizes.max(initial=0) >= 2 else 0
+
     def __len__(self) -> int:
         return self._length
 
@@ -225,6 +239,11 @@ def checked_integers(values: ArrayLike, *, name: str, caller: str) -> Indices:
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"{caller}: {name} must be integers, got {array.dtype}")
     return array.astype(np.int64)
+
+
+def class_sizes(labels: Indices) -> Indices:
+    """Images of each class, in the order of their labels; images without a class (-1) do not count."""
+    return np.unique(labels[labels != -1], return_counts=True)[1]
 
 
 class ClassGroups:

@@ -1,4 +1,4 @@
-"""A data set before it is images: a checked list of files with their classes, one value per split."""
+"""A split of a data set before it is decoded: a checked list of files with their classes."""
 
 import hashlib
 import re
@@ -10,16 +10,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rankgrad.data.seeds import derive
+
 # absolute (also a Windows drive), or a way up and out
 _OUTSIDE = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(?:^|[/\\])\.\.(?:[/\\]|$)")
 
 
 def path_complaint(path: str) -> str | None:
-    """Why `path` cannot name a file below a root; None when it can."""
+    """Why `path` cannot name a file below a root; None if it can."""
     if not path or path.endswith("/"):
         return f"a path must name a file, got {path!r}"
     if "\0" in path:
-        return f"a path cannot hold a NUL character, got {path!r}"
+        return f"a path cannot contain a NUL character, got {path!r}"
     if _OUTSIDE.search(path):
         return f"a path must be relative and stay inside its folder, got {path!r}"
     return None
@@ -27,14 +29,14 @@ def path_complaint(path: str) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class GroundTruth:
-    """What is to be found, query by query, where classes do not say it (ROxford5k, RParis6k).
+    """The relevant images of each query, where classes do not say it (ROxford5k, RParis6k).
 
     Each field has one int64 array per query, in the order of the table's query rows, of positions among its gallery rows.
 
     Attributes:
         easy: clearly visible.
         hard: visible, but severely changed or occluded.
-        junk: neither right nor wrong, to be left out of the ranking.
+        junk: neither right nor wrong, removed from the ranking.
     """
 
     easy: tuple[NDArray[np.int64], ...]
@@ -50,7 +52,7 @@ class GroundTruth:
             if together.dtype != np.int64:
                 raise TypeError(f"GroundTruth: query {query}: positions must be int64, got {together.dtype}")
             if len(np.unique(together)) != len(together):
-                raise ValueError(f"GroundTruth: query {query}: an image may be in one of easy, hard and junk, and once")
+                raise ValueError(f"GroundTruth: query {query}: an image may be in one of easy, hard and junk only, once")
 
     def __len__(self) -> int:
         return len(self.easy)
@@ -69,13 +71,13 @@ class GroundTruth:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The images of one split and what is known of each.
+    """The images of one split and what is known about each.
 
     Attributes:
         name: data set and split, "sop/train".
         root: folder that `paths` are relative to.
         paths: [N] files, or names where `pixels` holds the images.
-        labels: [N] int64, the class of each image: any integers, -1 for an image of no class.
+        labels: [N] int64, the class of each image: any integers, -1 for an image without a class.
         categories: [N] int64, positions in `category_names`, -1 for unlabelled. A property of the image: a class may
             have images in several.
         category_names: the names of the categories.
@@ -84,7 +86,7 @@ class Table:
         is_gallery: [N] bool.
         boxes: [N, 4] float x1, y1, x2, y2 in pixels, the part of the file that is the image; nan for all of it.
         pixels: [N, H, W] or [N, H, W, 3] uint8, the images themselves where there are no files.
-        ground_truth: what the queries should find, where labels do not say it.
+        ground_truth: the relevant images of each query, where labels do not say it.
     """
 
     name: str
@@ -114,7 +116,7 @@ class Table:
                     f"category_names, got {low} to {high}"
                 )
         if (self.is_query is None) != (self.is_gallery is None):
-            raise ValueError(f"Table {self.name}: is_query and is_gallery go together, got only one of them")
+            raise ValueError(f"Table {self.name}: is_query and is_gallery must be given together, got only one of them")
         if self.ground_truth is not None:
             self._check_ground_truth(self.ground_truth)
 
@@ -152,7 +154,7 @@ class Table:
             raise ValueError(f"Table {self.name}: ground_truth needs is_query and is_gallery")
         queries, gallery = int(self.is_query.sum()), int(self.is_gallery.sum())
         if len(truth) != queries:
-            raise ValueError(f"Table {self.name}: ground_truth is of {len(truth)} queries, the table has {queries}")
+            raise ValueError(f"Table {self.name}: ground_truth has {len(truth)} queries, the table {queries}")
         positions = np.concatenate([*truth.easy, *truth.hard, *truth.junk, np.empty(0, np.int64)])
         if len(positions) and not 0 <= positions.min() <= positions.max() < gallery:
             raise ValueError(
@@ -165,7 +167,7 @@ class Table:
 
     @cached_property
     def num_classes(self) -> int:
-        """Different labels; -1, of no class, is none."""
+        """Number of distinct labels, not counting -1."""
         return int((np.unique(self.labels) != -1).sum())
 
     def class_name(self, label: int) -> str:
@@ -173,7 +175,7 @@ class Table:
         return "" if label == -1 else self.class_names.get(label, str(label))
 
     def file(self, i: int) -> Path:
-        """Where the image of row `i` lies."""
+        """The file of row `i`."""
         if self.pixels is not None:
             raise ValueError(f"Table {self.name}: its images are not files, use pixels[{i}]")
         return self.root / self.paths[i]
@@ -186,7 +188,7 @@ class Table:
                 raise ValueError(f"Table {self.name}: a mask must have shape ({len(self)},), got {rows.shape}")
             rows = np.flatnonzero(rows)
         elif rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
-            raise TypeError(f"Table {self.name}: select wants a mask or positions, got {rows.dtype} of shape {rows.shape}")
+            raise TypeError(f"Table {self.name}: select takes a mask or positions, got {rows.dtype} of shape {rows.shape}")
         rows = rows.astype(np.int64)
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(self):
             raise IndexError(f"Table {self.name}: positions must lie in [0, {len(self)}), got {rows.min()} to {rows.max()}")
@@ -242,7 +244,7 @@ class Table:
         if self.ground_truth is None or self.is_query is None or self.is_gallery is None:
             return None
         if len(np.unique(rows)) != len(rows):
-            raise ValueError(f"Table {self.name}: rows cannot be repeated, its ground truth names each image once")
+            raise ValueError(f"Table {self.name}: rows cannot be repeated, since its ground truth names each image once")
         # position of a row among the queries, and among the gallery
         nth_query, nth_gallery = np.cumsum(self.is_query) - 1, np.cumsum(self.is_gallery) - 1
         return self.ground_truth.select(
@@ -250,17 +252,23 @@ class Table:
         )
 
 
-def halves(table: Table) -> tuple[Table, Table]:
-    """The images of the first and of the second half of the classes by label: how RS@k sets training classes aside.
+def halves(table: Table, seed: int | None = None) -> tuple[Table, Table]:
+    """The images of one half of the classes and of the other. Of an odd number of classes the first half has one more.
 
-    Of an odd number of classes the first half has one more.
+    Args:
+        table: at least two classes.
+        seed: draws the first half at random, by the names of the classes: adding or removing one moves at most one other.
+            None: the first half by label, which is how RS@k sets training classes aside for validation.
     """
     classes = np.unique(table.labels)
     if np.any(classes == -1):
-        raise ValueError(f"halves: {table.name} has images of no class (label -1), which belong to neither half")
+        raise ValueError(f"{table.name} has images without a class (label -1), which belong to neither half of the classes")
     if len(classes) < 2:
-        raise ValueError(f"halves: {table.name} must have at least 2 classes, got {len(classes)}")
-    in_first = table.labels < classes[(len(classes) + 1) // 2]
+        raise ValueError(f"{table.name} must have at least 2 classes to be split in halves, got {len(classes)}")
+    if seed is not None:
+        order = np.argsort([derive(seed, "class split", table.class_name(label)) for label in classes.tolist()])
+        classes = classes[order]
+    in_first = np.isin(table.labels, classes[: (len(classes) + 1) // 2])
     first, second = table.select(in_first), table.select(~in_first)
     return replace(first, name=f"{table.name}-first-half"), replace(second, name=f"{table.name}-second-half")
 

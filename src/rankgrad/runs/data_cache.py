@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rankgrad.data.image_cache import open_images
 from rankgrad.data.image_store import ImageBuffer, OnDemandImages
-from rankgrad.data.readers import DataSet, read
+from rankgrad.data.readers import READERS, DataSet, read
 from rankgrad.data.table import Table, halves
 from rankgrad.runs.data_identity import DataIdentity
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
@@ -57,22 +57,29 @@ class DataCache:
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
-        self._data_sets: dict[tuple[str, bool, bool], DataSet] = {}
+        self._data_sets: dict[tuple[object, ...], DataSet] = {}
         self._splits: dict[tuple[object, ...], Split] = {}
         self._identities: dict[tuple[object, ...], DataIdentity] = {}
 
     def data_set(self, recipe: RetrievalRecipe, name: str | None = None) -> DataSet:
         """The data set `name`, by default the one that the recipe trains on."""
         name = name or recipe.data_set
-        key = (name, recipe.partial, bool(recipe.test_on))
+        key = (name, recipe.partial, bool(recipe.test_on), recipe.split_seed, recipe.image_root)
         if key not in self._data_sets:
-            self._data_sets[key] = read(name, self._folder(name, shared=bool(recipe.test_on)), partial=recipe.partial)
+            found = read(
+                name,
+                self._folder(name, shared=bool(recipe.test_on)),
+                partial=recipe.partial,
+                split_seed=None if recipe.split_seed == "alphabetical" else recipe.split_seed,
+                image_root=Path(recipe.image_root) if recipe.image_root else None,
+            )
+            self._data_sets[key] = found
         return self._data_sets[key]
 
     def _folder(self, name: str, *, shared: bool) -> Path | None:
         """Where `name` is: --data, or the subfolder of that name if the recipe uses several data sets."""
         root = self.context.data
-        if name == "glyphs":
+        if not READERS[name].needs_folder:
             return None
         if root is None:
             raise ValueError(f"the data set {name!r} needs --data DIR, the folder that holds it")
@@ -87,7 +94,15 @@ class DataCache:
 
     def identity(self, recipe: RetrievalRecipe, split: str, name: str | None = None) -> DataIdentity:
         """Digests of the rows of a split that the recipe uses, by the first process."""
-        key = (name or recipe.data_set, split, recipe.partial, recipe.classes, recipe.images_per_class)
+        key = (
+            name or recipe.data_set,
+            split,
+            recipe.partial,
+            recipe.split_seed,
+            recipe.image_root,
+            recipe.classes,
+            recipe.images_per_class,
+        )
         if key not in self._identities:
             table = self.table(recipe, split, name)
             self._identities[key] = self.context.processes.on_first(lambda: identity_of(table))
@@ -99,6 +114,8 @@ class DataCache:
             name or recipe.data_set,
             split,
             recipe.partial,
+            recipe.split_seed,
+            recipe.image_root,
             recipe.skip_bad,
             recipe.classes,
             recipe.images_per_class,
@@ -140,7 +157,7 @@ class DataCache:
         """What the recipe trains on, and what it validates on unless that is the test split."""
         split = self.split(recipe, "train")
         if recipe.validation == "half":
-            first, _ = halves(split.table)
+            first, _ = halves(split.table, seed=self.data_set(recipe).split_seed)
             in_first = np.isin(split.table.labels, np.unique(first.labels))
             return replace(split, rows=np.flatnonzero(in_first)), replace(split, rows=np.flatnonzero(~in_first))
         return split, self.split(recipe, "validation") if recipe.validation == "split" else None

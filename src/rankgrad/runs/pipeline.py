@@ -161,6 +161,9 @@ def _train(task: Task, folder: RunFolder, *, resume: bool, debug: bool) -> tuple
 
 def _check_data(task: Task, folder: RunFolder, *, begun: bool) -> None:
     """Refuse to resume on other data than the run was started on; save what it is started on."""
+    if begun and folder.read_recipe(type(task.recipe)).identity() != task.recipe.identity():
+        # the training loop refuses to resume and names the settings; these may be why the data differs
+        return
     now = task.data_identity()
     before = task.context.processes.on_first(folder.read_data_identity) if begun else None
     if before is not None:

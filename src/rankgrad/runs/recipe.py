@@ -253,6 +253,8 @@ class Recipe:
     checkpoint_every: int = setting(0, "steps between checkpoints; 0: one after each epoch", group="the run", least=0)
     log_every: int = setting(10, "steps between journal entries", group="the run", least=1)
 
+    before_setting: ClassVar[Mapping[str, Any]] = {}
+    """For settings that older run files lack: the value that has their behaviour."""
     mutable_on_resume: ClassVar[frozenset[str]] = frozenset()
     """Settings outside the training loop that may change between two parts of one run: they do not decide what is trained."""
 
@@ -293,7 +295,9 @@ class Recipe:
     def identity(self) -> dict[str, Any]:
         """What two parts of one run must agree in besides the settings of the training loop."""
         loop = {entry.name for entry in fields(TrainSettings)}
-        return {name: value for name, value in self.settings().items() if name not in loop | self.mutable_on_resume}
+        decisive = {name: value for name, value in self.settings().items() if name not in loop | self.mutable_on_resume}
+        # equal to what older checkpoints say, which do not have these settings
+        return {name: value for name, value in decisive.items() if (name, value) not in self.before_setting.items()}
 
     def train_settings(self, **context: Any) -> TrainSettings:
         """The settings of the training loop; `context` are those that say where it runs."""

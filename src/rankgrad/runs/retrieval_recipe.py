@@ -36,6 +36,14 @@ class RetrievalRecipe(Recipe):
     )
     partial: bool = setting(False, "accept an incomplete copy of the data set and list what is missing", group="data")
     skip_bad: bool = setting(False, "skip unreadable images, and list them, instead of stopping", group="data")
+    split_seed: int | Literal["alphabetical"] = setting(
+        0,
+        "seed of the random split of classes into train and test, and of `validation='half'`, for your own images without a "
+        "split; 'alphabetical': the first half of the classes trains",
+        group="data",
+        least=0,
+    )
+    image_root: str = setting("", "folder of the images that a CSV file lists; empty: the folder of the file", group="data")
     classes: int = setting(
         0, "use only this many classes of each split, spread over the categories; 0: all", group="data", least=0
     )
@@ -169,7 +177,8 @@ class RetrievalRecipe(Recipe):
         (1.0,), "scales at which a test image is embedded, relative to its own", group="evaluation", least=0.05
     )
 
-    mutable_on_resume: ClassVar[frozenset[str]] = frozenset({"partial", "skip_bad", "test_on", "scales"})
+    before_setting: ClassVar[Mapping[str, Any]] = {"split_seed": "alphabetical"}
+    mutable_on_resume: ClassVar[frozenset[str]] = frozenset({"partial", "skip_bad", "test_on", "scales", "image_root"})
 
     def check_combinations(self) -> None:
         """Refuse settings of batches, model, loss and data that exclude each other."""

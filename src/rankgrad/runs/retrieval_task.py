@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankgrad._messages import Progress
+from rankgrad._messages import Progress, plural
 from rankgrad.data.category_samplers import CategoryHalf, CategoryHard
 from rankgrad.data.image_batches import ImageBatches
 from rankgrad.data.preprocessing import Augment
-from rankgrad.data.samplers import BatchSampler, ClassBalanced, Sequential, WholeClass
+from rankgrad.data.samplers import BatchSampler, ClassBalanced, Sequential, WholeClass, class_sizes
 from rankgrad.data.seeds import bits, derive, permutation
 from rankgrad.data.table import Table
 from rankgrad.losses import PRESETS
@@ -79,8 +79,28 @@ class RetrievalTask:
     def with_recipe(self, recipe: RetrievalRecipe) -> Self:
         return type(self)(recipe, self.context, self.data)
 
+    def with_fitting_batch(self) -> Self:
+        """The same task, its batch lowered to what the training classes can fill, with a note; for a part of the classes."""
+        recipe = self.recipe
+        most = fitting_batch(recipe, self.data.training(recipe)[0].selected) if recipe.batch_size else 0
+        if recipe.batch_size <= most or not most:
+            return self
+        self.context.note(
+            f"batches have {most:,} images instead of {recipe.batch_size:,} while validation classes are set aside: the other "
+            "classes have no more"
+        )
+        return self.with_recipe(replace(recipe, batch_size=most))
+
     def notes(self) -> Sequence[str]:
-        return self.data.data_set(self.recipe).notes
+        recipe, notes = self.recipe, self.data.data_set(self.recipe).notes
+        if recipe.sampler != "class-balanced":
+            return notes
+        sizes = class_sizes(self.data.table(recipe, "train").labels)
+        unused = int(((sizes > 1) & (sizes < recipe.per_class)).sum())
+        if not unused:
+            return notes
+        classes = plural(unused, "class has", "classes have")
+        return (*notes, f"{classes} fewer than {recipe.per_class} training images and are not sampled: see --per-class")
 
     def data_identity(self) -> Mapping[str, DataIdentity]:
         splits = ["train", *([VALIDATION] if self.recipe.validation == "split" else [])]
@@ -278,13 +298,23 @@ def make_sampler(recipe: RetrievalRecipe, table: Table) -> BatchSampler:
 
 def largest_batch(recipe: RetrievalRecipe, table: Table) -> int:
     """`per_class` images of every class that has that many, `LARGEST_BATCH` at most."""
-    counts = np.unique(table.labels[table.labels != -1], return_counts=True)[1]
-    usable = int((counts >= recipe.per_class).sum())
+    usable = int((class_sizes(table.labels) >= recipe.per_class).sum())
     if usable < 2:
         raise ValueError(
             f"{table.name} has {usable} classes with at least {recipe.per_class} images, and 2 are needed: lower --per-class"
         )
     return min(usable, LARGEST_BATCH // recipe.per_class) * recipe.per_class
+
+
+def fitting_batch(recipe: RetrievalRecipe, table: Table) -> int:
+    """The largest batch that the sampler of `recipe` can fill from `table`; 0 if none."""
+    if recipe.sampler == "class-balanced":
+        return ClassBalanced.largest_batch(table.labels, recipe.per_class)
+    if recipe.sampler == "whole-class":
+        return WholeClass.largest_batch(table.labels)
+    if table.categories is None:
+        return 0
+    return CategoryHard.largest_batch(table.labels, table.categories, recipe.per_class or None)
 
 
 def training_batches(recipe: RetrievalRecipe, split: Split, context: RunContext) -> ImageBatches:

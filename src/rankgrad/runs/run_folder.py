@@ -96,7 +96,7 @@ class RunFile:
     def recipe(self, kind: type[RecipeType]) -> RecipeType:
         """The recipe, checked."""
         recipe = kind(name=self.name, what=self.what, published=self.published, notes=self.notes)
-        return recipe.with_settings(self.settings)
+        return recipe.with_settings({**kind.before_setting, **self.settings})
 
 
 class RunFolder:

@@ -129,7 +129,9 @@ def run_sweep(
         entries = tuple(
             entry
             for seed in seeds
-            for entry in _entries(task.with_recipe(replace(variant, seed=seed)), changes, folder, ledger, group=VALIDATION)
+            for entry in _entries(
+                task.with_recipe(replace(variant, seed=seed)).with_fitting_batch(), changes, folder, ledger, group=VALIDATION
+            )
         )
         if metric not in entries[0].metrics:
             raise ValueError(f"--metric must be one of {', '.join(entries[0].metrics)}, got {metric!r}")

@@ -1,16 +1,16 @@
 """Lists of images to embed: of a folder, a CSV file, or a split of a data set, with the names of what they show."""
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from rankgrad._messages import shorten
 from rankgrad.data.readers import READERS, read
-from rankgrad.data.readers.folder import EXTENSIONS
-from rankgrad.data.readers.list_files import ReadErrors, brief, numbered_csv
-from rankgrad.data.readers.manifest import BOX
+from rankgrad.data.readers.folder_tree import EXTENSIONS, images_below
+from rankgrad.data.readers.list_files import ReadErrors, numbered_csv
+from rankgrad.data.readers.manifest import BOX, absolute_path_hint, path_below
 from rankgrad.data.table import Table, path_complaint
 
 COLUMNS = ("path", "label", "category", *BOX)
@@ -51,28 +51,11 @@ def folder_of_images(folder: Path) -> ImageList:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder: give a folder of images, a CSV file that lists them, or --data")
-    paths = list(_image_paths(folder, "", (folder.resolve(),)))
+    paths = list(images_below(folder))
     if not paths:
         raise ValueError(f"{folder} holds no image: wanted are files that end in {', '.join(sorted(EXTENSIONS))}")
     table = Table(folder.name or "images", folder, tuple(paths), np.full(len(paths), -1, np.int64))
     return ImageList(table, names_by_folder(paths), ("",) * len(paths))
-
-
-def _image_paths(root: Path, below: str, above: tuple[Path, ...]) -> Iterator[str]:
-    """Paths of images relative to `root`, those of a folder before those of its subfolders; `above` ends loops of links."""
-    with os.scandir(root / below) as found:
-        entries = sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
-    folders = []
-    for entry in entries:
-        path = f"{below}/{entry.name}" if below else entry.name
-        if entry.is_dir():
-            folders.append(path)
-        elif Path(entry.name).suffix.lower() in EXTENSIONS:
-            yield path
-    for path in folders:
-        target = (root / path).resolve()
-        if target not in above:
-            yield from _image_paths(root, path, (*above, target))
 
 
 def names_by_folder(paths: list[str]) -> tuple[str, ...]:
@@ -83,8 +66,13 @@ def names_by_folder(paths: list[str]) -> tuple[str, ...]:
     return tuple(last[parent] if unambiguous else parent for parent in parents)
 
 
-def manifest_of_images(path: Path) -> ImageList:
-    """Images listed in a CSV file with the column path and, where there are any, label, category and boxes."""
+def manifest_of_images(path: Path, image_root: Path | None = None) -> ImageList:
+    """Images listed in a CSV file with the column path and, where there are any, label, category and boxes.
+
+    Paths are relative to the file, or to `image_root`, inside which they may also be absolute.
+    """
+    if image_root is not None:
+        image_root = image_root.expanduser().absolute()
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give a CSV file with the column path")
     errors = ReadErrors(path.name)
@@ -94,18 +82,19 @@ def manifest_of_images(path: Path) -> ImageList:
     if "path" not in header:
         raise ValueError(
             f"{path}:1: the header must name the column path (and may name {', '.join(COLUMNS[1:])}), "
-            f"got {brief(','.join(header))}"
+            f"got {shorten(','.join(header))}"
         )
     rows: list[dict[str, str]] = []
     boxes: list[list[float]] = []
     for number, values in lines:
         if len(values) != len(header):
-            errors.add(f"{path}:{number}", f"{len(header)} columns wanted ({','.join(header)}), got {len(values)}")
+            errors.add(f"{path}:{number}", f"{len(header)} columns expected ({','.join(header)}), got {len(values)}")
             continue
         row = dict(zip(header, values, strict=True))
+        row["path"] = path_below(image_root, row["path"])
         complaint = path_complaint(row["path"])
         if complaint:
-            errors.add(f"{path}:{number}", complaint)
+            errors.add(f"{path}:{number}", f"{complaint}{absolute_path_hint(image_root, row['path'])}")
         try:
             boxes.append([float(row[name]) if row.get(name) else np.nan for name in BOX])
         except ValueError:
@@ -117,7 +106,7 @@ def manifest_of_images(path: Path) -> ImageList:
         raise ValueError(f"{path} lists no image")
     table = Table(
         path.stem,
-        path.parent,
+        image_root or path.parent,
         tuple(row["path"] for row in rows),
         np.full(len(rows), -1, np.int64),
         boxes=np.array(boxes) if any(name in header for name in BOX) else None,
@@ -125,7 +114,9 @@ def manifest_of_images(path: Path) -> ImageList:
     return ImageList(table, *(tuple(row.get(name, "") for row in rows) for name in ("label", "category")))
 
 
-def split_of_data_set(named: str, split: str, *, partial: bool = False) -> tuple[ImageList, tuple[str, ...]]:
+def split_of_data_set(
+    named: str, split: str, *, partial: bool = False, split_seed: int | None = 0, image_root: Path | None = None
+) -> tuple[ImageList, tuple[str, ...]]:
     """A split of `sop:DIR`, and the notes of its reader.
 
     A class has the name of the folder of its images where each class has its own folder, else its number.
@@ -133,7 +124,8 @@ def split_of_data_set(named: str, split: str, *, partial: bool = False) -> tuple
     name, colon, place = named.partition(":")
     if name not in READERS or (not colon and READERS[name].needs_folder):
         raise ValueError(f"--data must be NAME:DIR with NAME one of {', '.join(READERS)}, got {named!r}")
-    data_set = read(name, Path(place) if place else None, partial=partial)
+    root = Path(place) if place else None
+    data_set = read(name, root, partial=partial, split_seed=split_seed, image_root=image_root)
     if split not in data_set.splits:
         raise ValueError(f"{name} has no split {split!r}; it has {', '.join(data_set.splits)}")
     table = data_set.splits[split]
@@ -144,6 +136,8 @@ def split_of_data_set(named: str, split: str, *, partial: bool = False) -> tuple
 
 def _class_names(table: Table) -> tuple[str, ...]:
     labels = table.labels.tolist()
+    if table.class_names:
+        return tuple(table.class_name(label) for label in labels)
     parents = [path.rpartition("/")[0] for path in table.paths]
     if len(set(zip(labels, parents, strict=True))) == len(set(labels)) == len(set(parents)) and -1 not in labels:
         return names_by_folder(list(table.paths))

@@ -3,11 +3,11 @@
 read("sop", Path("/data/sop"))      a `DataSet` of tables; a `ValueError` or `FileNotFoundError` says what is wrong
 """
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from rankgrad._messages import did_you_mean
 from rankgrad.data.readers.base import DataSet, Reader, ReaderContext
 from rankgrad.data.readers.builtin_glyphs import GLYPHS
 from rankgrad.data.readers.cars import CARS
@@ -19,10 +19,9 @@ from rankgrad.data.readers.inshop import INSHOP
 from rankgrad.data.readers.manifest import CSV
 from rankgrad.data.readers.roxford import ROXFORD5K, RPARIS6K
 from rankgrad.data.readers.sop import SOP
-from rankgrad.data.readers.summary import describe
 from rankgrad.data.readers.vehicleid import VEHICLEID
 
-__all__ = ["READERS", "DataSet", "Reader", "check_data", "read"]
+__all__ = ["READERS", "DataSet", "Reader", "find_reader", "read"]
 
 READERS: Mapping[str, Reader] = MappingProxyType(
     {
@@ -35,36 +34,41 @@ READERS: Mapping[str, Reader] = MappingProxyType(
 )
 
 
-def read(name: str, root: Path | None, *, partial: bool = False) -> DataSet:
+def read(
+    name: str, root: Path | None, *, partial: bool = False, split_seed: int | None = 0, image_root: Path | None = None
+) -> DataSet:
     """Read the data set `name` from `root`, the folder of its archive or the one above it.
 
     Args:
         name: one of `READERS`.
-        root: where it lies; for "csv" the file or its folder; not used by "glyphs".
+        root: where it is; for "csv" the file or its folder; not used by "glyphs".
         partial: accept absent images and other counts than published, leaving out what is absent and saying so in `notes`.
             Malformed lists are refused all the same.
+        split_seed: "folder" and "csv" without a split draw the training classes with this seed; None takes the first half of
+            the classes by name.
+        image_root: "csv" only: the folder that its paths are relative to, or that its absolute paths start with.
     """
-    reader = _reader(name)
+    reader = find_reader(name)
     if not reader.needs_folder:
         return reader.load(ReaderContext(reader, Path(), partial=partial))
     if root is None:
-        raise ValueError(f"{name}: a folder is wanted, got none. Wanted: {reader.layout}")
+        raise ValueError(f"{name}: give its folder. Expected: {reader.layout}")
     place = Path(root).expanduser().absolute()
     if not place.exists():
-        raise FileNotFoundError(f"{name}: {place} does not exist. Wanted: {reader.layout}")
+        raise FileNotFoundError(f"{name}: {place} does not exist. Expected: {reader.layout}")
     if not place.is_dir() and reader is not CSV:
-        raise ValueError(f"{name}: {place} is a file, a folder is wanted. Wanted: {reader.layout}")
-    return reader.load(ReaderContext(reader, place, partial=partial))
+        raise ValueError(f"{name}: {place} is a file, not a folder. Expected: {reader.layout}")
+    if image_root is not None:
+        if reader is not CSV:
+            raise ValueError(f"{name}: only a CSV file takes the folder of its images (--image-root)")
+        image_root = Path(image_root).expanduser().absolute()
+        if not image_root.is_dir():
+            raise FileNotFoundError(f"{name}: the folder of the images (--image-root), {image_root}, does not exist")
+    return reader.load(ReaderContext(reader, place, partial=partial, split_seed=split_seed, image_root=image_root))
 
 
-def check_data(name: str, root: Path | None, *, partial: bool = False) -> str:
-    """Read a data set and describe it: splits, classes, categories, published counts, notes."""
-    return describe(_reader(name), read(name, root, partial=partial))
-
-
-def _reader(name: str) -> Reader:
+def find_reader(name: str) -> Reader:
+    """The reader called `name`; an unknown name is an error with the nearest one."""
     if name not in READERS:
-        near = difflib.get_close_matches(name, READERS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(READERS)}"
-        raise ValueError(f"read: unknown data set {name!r}: {hint}")
+        raise ValueError(f"unknown data set {name!r}: {did_you_mean(name, READERS)}")
     return READERS[name]

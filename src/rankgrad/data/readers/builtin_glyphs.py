@@ -1,4 +1,4 @@
-"""The built-in glyphs as a data set: tables that carry their pixels, because there are no files."""
+"""The built-in glyphs as a data set: tables of pixels instead of files."""
 
 from collections import Counter
 from pathlib import Path
@@ -28,6 +28,7 @@ def read_glyphs(context: ReaderContext) -> DataSet:
             glyphs.labels + classes,
             categories=glyphs.categories,
             category_names=glyphs.category_names,
+            class_names={classes + i: char for i, char in enumerate(glyphs.class_names)},
             pixels=glyphs.images,
         )
         classes += len(glyphs.class_names)
@@ -37,7 +38,7 @@ def read_glyphs(context: ReaderContext) -> DataSet:
 GLYPHS = Reader(
     name="glyphs",
     title="characters drawn with matplotlib's fonts",
-    layout="nothing: it is drawn",
+    layout="no folder: it is drawn",
     load=read_glyphs,
     needs_folder=False,
 )

@@ -1,4 +1,4 @@
-"""Stanford Cars 196: the first 98 models train, the others test; both annotation layouts that are around."""
+"""Stanford Cars 196: the first 98 models train, the others test. Reads both annotation layouts in circulation."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rankgrad._messages import shorten
 from rankgrad.data.readers.base import DataSet, Reader, ReaderContext, SplitSize
 from rankgrad.data.table import path_complaint
 
@@ -17,14 +18,14 @@ DEVKIT = {"cars_train": "cars_train_annos.mat", "cars_test": "cars_test_annos_wi
 
 
 def read_cars(context: ReaderContext) -> DataSet:
-    """cars_annos.mat, or the devkit's two files, whose own split into training and test is for classification."""
+    """cars_annos.mat, or the devkit's two files, whose own split is for classification and not used."""
     folder, mark = context.folder(ALL, "devkit/cars_train_annos.mat", "cars_train_annos.mat")
     if mark == ALL:
         listed = list(_records(context, folder / ALL, "relative_im_path", prefix=""))
     else:
         listed = []
         for images, name in DEVKIT.items():
-            # the labelled test list came later and lies beside the devkit as often as in it
+            # the labelled test list was published later and is found beside the devkit as often as in it
             places = [folder / "devkit" / name, folder / name]
             path = next((place for place in places if place.is_file()), places[0])
             listed += _records(context, context.file(path), "fname", prefix=f"{images}/")
@@ -40,15 +41,15 @@ def read_cars(context: ReaderContext) -> DataSet:
 
 
 def _records(context: ReaderContext, path: Path, field: str, *, prefix: str) -> Iterator[tuple[str, int, str]]:
-    """Image, class and place of every usable record."""
+    """Image, class and location of every valid record."""
     for number, record in enumerate(_annotations(path, (field, "class")), start=1):
         image, label = record[field], record["class"]
         where = f"{path}: annotation {number}"
-        complaint = path_complaint(image) if isinstance(image, str) else f"{field} must be text, got {image!r}"
+        complaint = path_complaint(image) if isinstance(image, str) else f"{field} must be text, got {shorten(image)}"
         if complaint:
             context.errors.add(where, complaint)
         elif not isinstance(label, (int, np.integer)) or not 1 <= label <= CLASSES:
-            context.errors.add(where, f"class must be an integer from 1 to {CLASSES}, got {label!r}")
+            context.errors.add(where, f"class must be an integer from 1 to {CLASSES}, got {shorten(label)}")
         else:
             yield f"{prefix}{image}", int(label), where
 
@@ -58,14 +59,14 @@ def _annotations(path: Path, fields: tuple[str, ...]) -> Any:
 
     try:
         content = loadmat(path, squeeze_me=True, variable_names=["annotations"])
-    except Exception as error:  # a damaged file makes scipy raise whatever it stumbles over
-        raise ValueError(f"cars: {path} is no readable MATLAB file ({type(error).__name__}: {error})") from error
+    except Exception as error:  # scipy raises anything on a damaged file
+        raise ValueError(f"cars: {path} is not a readable MATLAB file ({type(error).__name__}: {error})") from error
     annotations = np.atleast_1d(content.get("annotations", np.empty(0)))
     names = annotations.dtype.names or ()
     absent = [name for name in fields if name not in names]
     if absent:
         raise ValueError(
-            f"cars: {path} must hold a struct array 'annotations' with the fields {' and '.join(fields)}, "
+            f"cars: {path} must contain a struct array 'annotations' with the fields {' and '.join(fields)}, "
             f"got {'the fields ' + ', '.join(names) if names else 'none'}"
         )
     return annotations
@@ -75,7 +76,7 @@ def _check_duplicates(context: ReaderContext, listed: list[tuple[str, int, str]]
     first: dict[str, str] = {}
     for image, _, where in listed:
         if first.setdefault(image, where) != where:
-            context.errors.add(where, f"{image!r} was listed before, at {first[image]}")
+            context.errors.add(where, f"{shorten(image)} is already listed at {first[image]}")
 
 
 CARS = Reader(

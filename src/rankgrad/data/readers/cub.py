@@ -26,6 +26,8 @@ def read_cub(context: ReaderContext) -> DataSet:
     context.errors.raise_if_any()
 
     labels = np.array([class_of[image] for image in images.integers("image_id").tolist()], dtype=np.int64)
+    # 001.Black_footed_Albatross/Black_Footed_Albatross_0046_18.jpg
+    names = {label: path.partition("/")[0] for label, path in zip(labels.tolist(), images.texts["path"], strict=True)}
     splits = {}
     for split, chosen in (("train", labels <= TRAINING_CLASSES), ("test", labels > TRAINING_CLASSES)):
         index = np.flatnonzero(chosen)
@@ -34,6 +36,7 @@ def read_cub(context: ReaderContext) -> DataSet:
             folder,
             [f"images/{images.texts['path'][i]}" for i in index],
             labels[index],
+            class_names=names,
             listed_at=ParsedRows(images.path, [images.lines[i] for i in index]),
         )
     return context.finish(splits, protocols={"test": "all-vs-all"}, ks=(1, 2, 4, 8))

@@ -4,8 +4,9 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
+from rankgrad._messages import shorten
 from rankgrad.data.readers.base import DataSet, Reader, ReaderContext, SplitSize
-from rankgrad.data.readers.list_files import Column, ParsedRows, brief, positions
+from rankgrad.data.readers.list_files import Column, ParsedRows, positions
 
 LIST = "Inaturalist_{}_set1.txt"
 
@@ -38,6 +39,7 @@ def read_inat(context: ReaderContext) -> DataSet:
             labels[chosen],
             categories=categories[chosen],
             category_names=names,
+            class_names={i: f"{group}/{category}" for i, (group, category) in enumerate(classes)},
             listed_at=rows,
         )
         start += len(rows)
@@ -48,7 +50,7 @@ def _check(rows: ParsedRows, context: ReaderContext) -> None:
     for i, path in enumerate(rows.texts["path"]):
         parts = PurePosixPath(path).parts
         if len(parts) != 4 or not (parts[2].isascii() and parts[2].isdigit()):
-            context.errors.add(rows.where(i), f"a path like train_val2018/Aves/3021/x.jpg wanted, got {brief(path)}")
+            context.errors.add(rows.where(i), f"expected a path like train_val2018/Aves/3021/x.jpg, got {shorten(path)}")
 
 
 INAT = Reader(

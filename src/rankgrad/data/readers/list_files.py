@@ -1,4 +1,4 @@
-"""Lists in text files, read with distrust: every complaint names file and line, and ten of them come in one error."""
+"""Lists in text files, checked line by line: every error names its file and line, and the first ten are raised together."""
 
 import csv
 import re
@@ -10,57 +10,43 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rankgrad._messages import first_ten, plural, shorten
 from rankgrad.data.table import path_complaint
 
-# no list of a data set has a line near this; what has one is another kind of file
+# longer lines belong to another kind of file
 MAX_LINE = 1 << 16
-SHOWN = 10
 # 18 digits fit into int64
 _INTEGER = re.compile(r"[0-9]{1,18}")
 
 
 class ReadErrors:
-    """What is wrong with the lists of a data set, said in one error once all of them are read."""
+    """What is wrong with the lists of a data set, collected to be raised as one error."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._found: list[str] = []
 
-    def add(self, where: str, sentence: str) -> None:
-        self._found.append(f"{where}: {sentence}")
+    def add(self, where: str, message: str) -> None:
+        self._found.append(f"{where}: {message}")
 
     def raise_if_any(self) -> None:
-        """Raise if there were any."""
+        """Raise a `ValueError` that lists the first ten, if there are any."""
         if self._found:
-            heading = "1 error" if len(self._found) == 1 else f"{len(self._found):,} errors"
-            raise ValueError(f"{self.name}: {heading} in its lists:\n{listing(self._found)}")
-
-
-def listing(entries: Sequence[str]) -> str:
-    """The first ten entries, one a line, and how many more there are."""
-    shown = [f"  {entry}" for entry in entries[:SHOWN]]
-    if len(entries) > SHOWN:
-        shown.append(f"  and {len(entries) - SHOWN:,} more")
-    return "\n".join(shown)
-
-
-def brief(text: str) -> str:
-    """Quoted, and cut where it is long."""
-    return repr(text if len(text) <= 80 else text[:77] + "...")
+            raise ValueError(f"{self.name}: {plural(len(self._found), 'error')} in its lists:\n{first_ten(self._found)}")
 
 
 def numbered_lines(path: Path, errors: ReadErrors) -> Iterator[tuple[int, str]]:
-    """Number and text of each line with its line end; a byte order mark is dropped, a bad line is a problem."""
+    """Number and text of each line with its line end; a byte order mark is dropped, a bad line is an error."""
     with path.open("rb") as file:
         number = 0
         while raw := file.readline(MAX_LINE + 1):
             number += 1
             where = f"{path}:{number}"
             if len(raw) > MAX_LINE:
-                errors.add(where, f"the line is longer than {MAX_LINE // 1024} KiB, this is not the list it should be")
+                errors.add(where, f"the line is longer than {MAX_LINE // 1024} KiB: this is not the expected list")
                 return
             if b"\0" in raw:
-                errors.add(where, "the line holds a NUL byte, this is not a text file")
+                errors.add(where, "the line contains a NUL byte: this is not a text file")
                 continue
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -71,7 +57,7 @@ def numbered_lines(path: Path, errors: ReadErrors) -> Iterator[tuple[int, str]]:
 
 
 def numbered_csv(path: Path, errors: ReadErrors) -> Iterator[tuple[int, list[str]]]:
-    """First line and cells of each row of a CSV file that is not empty; what is no CSV is a problem and ends it."""
+    """First line number and cells of each non-empty row of a CSV file; a row that is not CSV is an error and ends it."""
     current = 0
 
     def texts() -> Iterator[str]:
@@ -87,7 +73,7 @@ def numbered_csv(path: Path, errors: ReadErrors) -> Iterator[tuple[int, list[str
         except StopIteration:
             return
         except csv.Error as error:
-            errors.add(f"{path}:{start}", f"the row that begins here is no CSV ({error})")
+            errors.add(f"{path}:{start}", f"the row that begins here is not CSV ({error})")
             return
         if values:
             yield start, [value.strip() for value in values]
@@ -110,17 +96,17 @@ class Column:
     choices: tuple[str, ...] = ()
 
     def complaint(self, value: str) -> str | None:
-        """Why `value` cannot stand in this column; None when it can."""
+        """Why `value` is not allowed in this column; None if it is."""
         if self.kind == "integer" and not _INTEGER.fullmatch(value):
-            return f"{self.name} must be an integer, got {brief(value)}"
+            return f"{self.name} must be an integer, got {shorten(value)}"
         if self.choices and value not in self.choices:
-            return f"{self.name} must be one of {', '.join(self.choices)}, got {brief(value)}"
+            return f"{self.name} must be one of {', '.join(self.choices)}, got {shorten(value)}"
         return path_complaint(value) if self.kind == "path" else None
 
 
 @dataclass
 class ParsedRows:
-    """A list by columns, bad rows left out, with the line each row came from."""
+    """A list by columns, without its bad rows, and the line that each row came from."""
 
     path: Path
     lines: list[int] = field(default_factory=list)
@@ -143,10 +129,10 @@ def read_rows(
 
     Args:
         path: the file.
-        columns: what a line holds. With a single column, spaces belong to it.
-        errors: receives what is wrong.
+        columns: the columns of a line. A single column may contain spaces.
+        errors: collects what is wrong.
         header: the first line names the columns.
-        counted: before all others there is a line with the number of rows, as in DeepFashion.
+        counted: the very first line is the number of rows, as in DeepFashion.
     """
 
     def fields() -> Iterator[tuple[int, list[str]]]:
@@ -162,20 +148,20 @@ def read_rows(
         if len(values) == 1 and _INTEGER.fullmatch(values[0]):
             stated = int(values[0])
         else:
-            errors.add(f"{path}:{number}", f"the number of rows wanted, got {brief(' '.join(values))}")
+            errors.add(f"{path}:{number}", f"expected the number of rows, got {shorten(' '.join(values))}")
     if header:
         number, values = next(lines, (1, []))
         names = [column.name for column in columns]
         if values != names:
-            errors.add(f"{path}:{number}", f"the header {' '.join(names)!r} wanted, got {brief(' '.join(values))}")
+            errors.add(f"{path}:{number}", f"expected the header {' '.join(names)!r}, got {shorten(' '.join(values))}")
     rows = check_rows(path, lines, columns, errors)
     if stated is not None and stated != len(rows):
-        errors.add(f"{path}:1", f"{stated:,} rows announced, {len(rows):,} found: the file is cut or was changed")
+        errors.add(f"{path}:1", f"{stated:,} rows announced, {len(rows):,} found: the file is truncated or was changed")
     return rows
 
 
 def check_rows(path: Path, lines: Iterable[tuple[int, list[str]]], columns: Sequence[Column], errors: ReadErrors) -> ParsedRows:
-    """The numbered `lines` as columns; a line that is not as it should be is a problem and left out."""
+    """The numbered `lines` as columns; a malformed line is an error and left out."""
     rows = ParsedRows(path, texts={column.name: [] for column in columns})
     seen: dict[str, dict[str, int]] = {column.name: {} for column in columns if column.unique}
     for number, values in lines:
@@ -192,7 +178,7 @@ def check_rows(path: Path, lines: Iterable[tuple[int, list[str]]], columns: Sequ
 def _line_complaint(values: list[str], columns: Sequence[Column], seen: dict[str, dict[str, int]], number: int) -> str | None:
     if len(values) != len(columns):
         names = " ".join(column.name for column in columns)
-        return f"{len(columns)} columns wanted ({names}), got {len(values)}: {brief(' '.join(values))}"
+        return f"{len(columns)} columns expected ({names}), got {len(values)}: {shorten(' '.join(values))}"
     for column, value in zip(columns, values, strict=True):
         complaint = column.complaint(value)
         if complaint:
@@ -202,19 +188,20 @@ def _line_complaint(values: list[str], columns: Sequence[Column], seen: dict[str
             key = str(int(value)) if column.kind == "integer" else value
             first = seen[column.name].setdefault(key, number)
             if first != number:
-                return f"{column.name} {brief(value)} was listed before, in line {first}"
+                return f"{column.name} {shorten(value)} is already listed in line {first}"
     return None
 
 
-def as_labels(texts: Sequence[str]) -> NDArray[np.int64]:
-    """Integers as they are; where any is something else, positions among the sorted different texts."""
+def as_labels(texts: Sequence[str]) -> tuple[NDArray[np.int64], dict[int, str]]:
+    """Labels and their names: integers as they are, without names; otherwise positions among the sorted distinct texts."""
     if all(map(_INTEGER.fullmatch, texts)):
-        return np.array([int(text) for text in texts], dtype=np.int64)
-    return positions(texts)[1]
+        return np.array([int(text) for text in texts], dtype=np.int64), {}
+    names, labels = positions(texts)
+    return labels, dict(enumerate(names))
 
 
 def positions(texts: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """The different texts, sorted, and the place of each text among them."""
+    """The distinct texts, sorted, and the position of each text among them."""
     names = tuple(sorted(set(texts)))
     place = {name: i for i, name in enumerate(names)}
     return names, np.array([place[text] for text in texts], dtype=np.int64)

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rankgrad._messages import shorten
 from rankgrad.data.readers.base import DataSet, Reader, ReaderContext, SplitSize
-from rankgrad.data.readers.list_files import Column, brief
+from rankgrad.data.readers.list_files import Column
 from rankgrad.data.readers.safe_pickle import load_plain
 from rankgrad.data.table import GroundTruth, path_complaint
 
@@ -21,7 +22,7 @@ LARGEST_EDGE = 1e6
 
 @dataclass(frozen=True, eq=False)
 class Revisited:
-    """The content of gnd_<name>.pkl: names without folder and extension, boxes of the queries, what each should find."""
+    """The content of gnd_<name>.pkl: names without folder and extension, boxes of the queries, the relevant images of each."""
 
     gallery: tuple[str, ...]
     queries: tuple[str, ...]
@@ -30,10 +31,10 @@ class Revisited:
 
 
 def read_ground_truth(path: Path) -> Revisited:
-    """Read gnd_roxford5k.pkl or gnd_rparis6k.pkl, running nothing that is in it."""
+    """Read gnd_roxford5k.pkl or gnd_rparis6k.pkl without running code from it."""
     content = load_plain(path)
     if not isinstance(content, dict) or not all(isinstance(content.get(key), list) for key in ("imlist", "qimlist", "gnd")):
-        raise ValueError(f"{path}: a dict with the lists imlist, qimlist and gnd wanted, got {_kind(content)}")
+        raise ValueError(f"{path}: expected a dict with the lists imlist, qimlist and gnd, got {_kind(content)}")
     gallery, queries, entries = content["imlist"], content["qimlist"], content["gnd"]
     for key, names in (("imlist", gallery), ("qimlist", queries)):
         _check_names(names, f"{path}: {key}")
@@ -57,7 +58,7 @@ def read_ground_truth(path: Path) -> Revisited:
 def read_revisited(context: ReaderContext, *, name: str) -> DataSet:
     """The test split: the queries, cropped to their boxes, then the gallery."""
     mark = f"gnd_{name}.pkl"
-    # <name>/gnd_<name>.pkl comes first: the folder above both data sets is where the distractors lie
+    # <name>/gnd_<name>.pkl comes first: the distractors are in the folder above both data sets
     folder, found = context.folder(f"{name}/{mark}", mark)
     folder = (folder / found).parent
     content = read_ground_truth(folder / mark)
@@ -84,10 +85,7 @@ def read_revisited(context: ReaderContext, *, name: str) -> DataSet:
             splits["distractors"] = context.table("distractors", place / "jpg", rows.texts["path"], labels, listed_at=rows)
             break
     else:
-        context.notes.append(f"without the 1M distractors: {folder.parent / DISTRACTORS / DISTRACTORS}.txt is not there")
-    context.notes.append(
-        "archives downloaded since June 2022 have blurred faces, published numbers before that are of the originals"
-    )
+        context.notes.append(f"without the 1M distractors: {folder.parent / DISTRACTORS / DISTRACTORS}.txt does not exist")
     return context.finish(splits, protocols={"test": "roxford"}, ks=(1, 5, 10))
 
 
@@ -102,7 +100,7 @@ def _check_names(names: Sequence[object], where: str) -> None:
             raise ValueError(f"{where}[{i}] must be the name of an image, got {_kind(name)}")
         complaint = path_complaint(name)
         if complaint or name in seen:
-            raise ValueError(f"{where}[{i}]: {complaint or f'{name!r} was listed before'}")
+            raise ValueError(f"{where}[{i}]: {complaint or f'{name!r} is already listed'}")
         seen.add(name)
 
 
@@ -110,15 +108,15 @@ def _box(value: object, where: str) -> list[float]:
     box = (
         value if isinstance(value, list) and len(value) == 4 and all(type(x) in (int, float) for x in value) else [math.nan] * 4
     )
-    # no image is as large; the comparison is also false for nan, and, unlike isfinite, takes integers of any size
+    # no image is as large; the comparison is also false for nan and, unlike isfinite, takes integers of any size
     if not (all(abs(edge) < LARGEST_EDGE for edge in box) and box[0] < box[2] and box[1] < box[3]):
-        raise ValueError(f"{where}: bbx must be x1, y1, x2, y2 with x1 < x2 and y1 < y2, got {brief(repr(value))}")
+        raise ValueError(f"{where}: bbx must be x1, y1, x2, y2 with x1 < x2 and y1 < y2, got {shorten(repr(value))}")
     return box
 
 
 def _positions(value: object, size: int, where: str) -> NDArray[np.int64]:
     if not isinstance(value, list) or not all(type(position) is int for position in value):
-        raise ValueError(f"{where} must be a list of positions in imlist, got {brief(repr(value))}")
+        raise ValueError(f"{where} must be a list of positions in imlist, got {shorten(repr(value))}")
     if value and not 0 <= min(value) <= max(value) < size:
         raise ValueError(f"{where} must lie in [0, {size}), the images of imlist, got {min(value)} to {max(value)}")
     return np.array(value, dtype=np.int64)
@@ -128,8 +126,9 @@ def _reader(name: str, title: str, gallery: int) -> Reader:
     return Reader(
         name=name,
         title=title,
-        layout=f"{name}/gnd_{name}.pkl with {name}/jpg, and, if wanted, {DISTRACTORS}/{DISTRACTORS}.txt with {DISTRACTORS}/jpg",
+        layout=f"{name}/gnd_{name}.pkl with {name}/jpg, and optionally {DISTRACTORS}/{DISTRACTORS}.txt with {DISTRACTORS}/jpg",
         load=partial(read_revisited, name=name),
+        remarks=("archives downloaded since June 2022 have blurred faces; earlier published numbers are of the originals",),
         sizes={"test": (SplitSize(gallery + QUERIES, 0, queries=QUERIES),)},
     )
 

@@ -1,6 +1,6 @@
-"""Pickles of strangers. A pickle is a program; this reads only those that describe containers, texts and arrays of numbers.
+"""Untrusted pickles. A pickle is a program; this reads only those that describe containers, texts and arrays of numbers.
 
-Nothing a pickle names is imported. The few names it may use are answered by stand-ins, also those of numpy, whose own
+Nothing that a pickle names is imported. The few names it may use resolve to stand-ins, including those of numpy, whose own
 functions trust the sizes and flags in a pickle.
 """
 
@@ -22,7 +22,7 @@ def load_plain(path: Path) -> Any:
     with path.open("rb") as file:
         try:
             return _plain(_Unpickler(file, encoding="latin1").load())
-        except Exception as error:  # a damaged pickle raises whatever its next byte happens to mean
+        except Exception as error:  # a damaged pickle can raise anything
             raise ValueError(f"{path}: not a pickle that can be read safely ({type(error).__name__}: {error})") from error
 
 

@@ -34,27 +34,19 @@ def read_vehicleid(context: ReaderContext) -> DataSet:
         )
         for split, rows in lists.items()
     }
-    context.notes.append(
-        "the papers state 110,178 training and 7,332 / 12,995 / 20,038 test images; the released files, cleaned of fake "
-        "plates, have 113,346 and 6,493 / 13,377 / 19,777"
-    )
-    context.notes.append(
-        "the papers rank every image of a test list against all others; re-identification papers draw one gallery image "
-        "per vehicle (protocol vehicleid-official), which gives far lower numbers. Do not compare the two"
-    )
     return context.finish(splits, protocols=dict.fromkeys(("small", "medium", "large"), "all-vs-all"), ks=(1, 5))
 
 
 def _models(context: ReaderContext, path: Path) -> dict[int, int] | None:
     if context.partial and not path.is_file():
-        context.notes.append(f"no categories: {path} is absent")
+        context.notes.append(f"no categories: {path} does not exist")
         return None
     rows = context.rows(path, *ATTRIBUTE_COLUMNS)
     return dict(zip(rows.integers("vehicle").tolist(), rows.integers("model").tolist(), strict=True))
 
 
 def _categories(vehicles: NDArray[np.int64], model_of: dict[int, int]) -> NDArray[np.int64]:
-    # many vehicles have no model, and some with a model are in no list
+    # many vehicles have no model, and some vehicles with a model are in no list
     return np.array([model_of.get(vehicle, -1) for vehicle in vehicles.tolist()], dtype=np.int64)
 
 
@@ -63,6 +55,16 @@ VEHICLEID = Reader(
     title="PKU VehicleID",
     layout="VehicleID_V1.0.zip unpacked: image, train_test_split and attribute",
     load=read_vehicleid,
+    remarks=(
+        (
+            "the papers state 110,178 training and 7,332 / 12,995 / 20,038 test images; the released files, cleaned of fake "
+            "plates, have 113,346 and 6,493 / 13,377 / 19,777"
+        ),
+        (
+            "the papers rank every image of a test list against all others; re-identification papers draw one gallery image "
+            "per vehicle (protocol vehicleid-official), which gives far lower numbers. Do not compare the two"
+        ),
+    ),
     sizes={
         "train": (SplitSize(113_346, 13_164),),
         "small": (SplitSize(6_493, 800),),
