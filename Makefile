@@ -5,14 +5,15 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format trials
+.PHONY: help demo test test-lowest lint format trials
 
 help:
-	@echo "make demo     train on the built-in glyphs with several losses and compare them (minutes, no download)"
-	@echo "make test     lint, types, all tests"
-	@echo "make lint     lint and types only"
-	@echo "make format   let ruff rewrite what it can"
-	@echo "make trials   kill and resume 50 runs and 18 of two processes, 1,200 cases of bad input, 10 minutes of training watched for leaks"
+	@echo "make demo         train on the built-in glyphs with several losses and compare them (minutes, no download)"
+	@echo "make test         lint, types, all tests"
+	@echo "make test-lowest  tests of the core and of training with the lowest versions that pyproject.toml permits"
+	@echo "make lint         lint and types only"
+	@echo "make format       let ruff rewrite what it can"
+	@echo "make trials       kill and resume 50 runs and 18 of two processes, 1,200 cases of bad input, 10 minutes of training watched for leaks"
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -29,6 +30,17 @@ lint: $(INSTALLED)
 
 test: lint
 	$(BIN)/pytest
+
+# a virtual environment of its own, with the oldest packages that are supported
+LOWEST := .venv-lowest
+$(LOWEST)/.installed: pyproject.toml tests/lowest-versions.txt
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/lowest-versions.txt \
+		--editable '.[glyphs,train]' hypothesis pytest
+	touch $@
+
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest tests/ops tests/losses tests/eval tests/train tests/models tests/test_*.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
