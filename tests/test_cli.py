@@ -133,7 +133,7 @@ def test_a_bug_is_not_mistaken_for_a_missing_extra(monkeypatch):
             ["sweep", "glyphs-fastap", "--grid", "binz=1"],
             "rankgrad sweep: --grid: there is no setting 'binz': did you mean 'bins'?",
         ),
-        (["plan"], "rankgrad plan: own-images: the size of a batch depends on the data: give --data DIR or --batch-size N"),
+        (["plan"], "rankgrad plan: own-images: the batch size depends on the data: give --data DIR or --batch-size N"),
         (["study", "omniglot", "--seeds", "x"], "rankgrad study: --seeds must be a number of seeds"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_mistake_is_answered_with_one_sentence(arguments, message, capsys):
     [
         (["train", "--batchsize", "8"], "rankgrad train: unknown flag --batchsize: did you mean --batch-size?"),
         (["train", "sop-recall-at-k", "more"], "rankgrad train: unrecognized arguments: more"),
-        (["eval", "run", "--checkpoint", "first"], "rankgrad eval: --checkpoint must be best or last, got 'first'"),
+        (["eval", "run", "--checkpoint", "first"], "rankgrad eval: --checkpoint must be best, last or untrained, got 'first'"),
         (["sweep", "glyphs-fastap"], "rankgrad sweep: the following arguments are required: --grid"),
         (["study", "omniglt"], "rankgrad study: there is no study 'omniglt': did you mean 'omniglot'?"),
         (["check-data", "sopp", "."], "rankgrad check-data: there is no data set 'sopp': did you mean 'sop'?"),

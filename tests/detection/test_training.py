@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from rankgrad import LargeBatch, cli
-from rankgrad.cli.detect_commands import main
+from rankgrad.cli.train_commands import detect as main
 from rankgrad.detection import DetectionAPLoss, Detections, draw_shapes
 from rankgrad.detection.box_evaluation import PICTURES, evaluate_split, read_evaluation, worst_and_best
 from rankgrad.detection.detection_recipe import DetectionRecipe
@@ -355,7 +355,13 @@ def test_a_folder_that_is_used_is_not_overwritten(debug_run):
 def test_a_retrieval_run_is_refused(tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps({"name": "x", "settings": {}}))
     with pytest.raises(ValueError, match="it is a retrieval run: use `rankgrad train` and `rankgrad eval`"):
-        main(["eval", str(tmp_path), "--device", "cpu"])
+        load_detector(tmp_path)
+
+
+def test_the_run_decides_on_its_task(debug_run, capsys):
+    """`rankgrad eval` tests a detector too."""
+    assert cli.main(["eval", str(debug_run), "--device", "cpu"]) == 0
+    assert "AP50" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"task": "detection", "settings": {"lr": 1e999}}', "null"])

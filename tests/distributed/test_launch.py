@@ -98,7 +98,8 @@ def test_a_mistake_is_told_once_and_not_by_every_process(tmp_path):
     line = command("train", *RUN, "--out", tmp_path / "run", "--processes", "2")
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=SECONDS)
     assert done.returncode == 2
-    assert done.stderr == f"rankgrad train: {tmp_path / 'run'} is there already and not empty: give another folder with --out\n"
+    refusal = "already exists and is not empty: choose another folder with --out"
+    assert done.stderr == f"rankgrad train: {tmp_path / 'run'} {refusal}\n"
 
 
 @pytest.mark.usefixtures("environment")
@@ -143,8 +144,8 @@ def test_check_equivalence_returns_1_where_processes_disagree(monkeypatch, capsy
     ("arguments", "message"),
     [
         (["train", "glyphs-fastap", "--processes", "0"], "--processes must be at least 1, got 0"),
-        (["train", "glyphs-fastap", "--parallel", "dp"], "--parallel must be ddp or fsdp, got 'dp'"),
-        (["check-equivalence", "glyphs-fastap", "--images", "1"], "--images must be at least the 2 processes, got 1"),
+        (["train", "glyphs-fastap", "--parallel", "dp"], "argument --parallel: invalid choice: 'dp'"),
+        (["check-equivalence", "glyphs-fastap", "--images", "1"], "--images must be at least the number of processes (2)"),
         (["check-equivalence"], "name a recipe, or your own images with --data"),
     ],
 )

@@ -43,15 +43,17 @@ TRACEBACK = "--traceback"
 class Verb:
     """What follows `rankgrad` on the command line: a function of a module in this package, imported when it is called.
 
-    The function takes the arguments after the verb and returns the exit status.
+    The function takes the arguments after the verb, and the task where several have the verb, and returns the exit status.
     """
 
     module: str
     function: str
     help: str
+    task: str = ""
 
     def __call__(self, arguments: list[str]) -> int:
-        return int(getattr(import_module(f"rankgrad.cli.{self.module}"), self.function)(arguments))
+        function = getattr(import_module(f"rankgrad.cli.{self.module}"), self.function)
+        return int(function(arguments, self.task) if self.task else function(arguments))
 
 
 VERBS: Mapping[str, Verb] = {
@@ -73,7 +75,19 @@ VERBS: Mapping[str, Verb] = {
     "duplicates": Verb("duplicates_command", "main", "Find near-duplicates and likely label errors among embedded images."),
     "export": Verb("search_commands", "main_export", "Write the network of a run for use elsewhere."),
     "figures": Verb("show_commands", "figures", "Draw the papers' figures from new computations."),
-    "detect": Verb("detect_commands", "main", "Train and test object detectors with RaMBO's AP loss."),
+    "detect": Verb("train_commands", "detect", "Train and test object detectors with RaMBO's AP loss."),
+}
+DETECT_VERBS: Mapping[str, Verb] = {
+    "train": Verb("train_commands", "train", "Train a recipe and test the result.", "detection"),
+    "eval": Verb("train_commands", "evaluate", "Test a trained run again.", "detection"),
+    "report": Verb(
+        "show_commands", "report", "Write one HTML page about runs: AP of classes, curves, images with boxes.", "detection"
+    ),
+    "recipes": Verb(
+        "show_commands", "recipes", "List the paper's results that can be trained, or show one in full.", "detection"
+    ),
+    "plan": Verb("train_commands", "plan", "Measure a training step on this machine, and the loss's part in it.", "detection"),
+    "study": Verb("train_commands", "study", "Compare cross-entropy with the AP loss on the same budget.", "detection"),
 }
 
 
@@ -95,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     whole = TRACEBACK in arguments
     arguments = [argument for argument in arguments if argument != TRACEBACK]
-    command = " ".join(["rankgrad", *arguments[:1]])
+    command = " ".join(["rankgrad", *arguments[: 2 if arguments[:1] == ["detect"] else 1]])
     try:
         return call_verb(VERBS, arguments, command="rankgrad", version=f"rankgrad {_version()}")
     except ModuleNotFoundError as error:

@@ -58,10 +58,25 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(status)
 
 
-def add_settings(parser: argparse.ArgumentParser, kind: type[Recipe], defaults: Recipe | None = None) -> None:
-    """Add a flag for each setting of a kind of recipe; flags that are not given leave no trace in the result."""
+def add_settings(
+    parser: argparse.ArgumentParser,
+    kind: type[Recipe],
+    defaults: Recipe | None = None,
+    *,
+    only: Collection[str] | None = None,
+) -> None:
+    """Add a flag for each setting of a kind of recipe; flags that are not given leave no trace in the result.
+
+    Args:
+        parser: gets the flags, in groups.
+        kind: of recipe.
+        defaults: whose values the help shows.
+        only: names of the settings to add, by default all.
+    """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, setting in settings_of(kind).items():
+        if only is not None and name not in only:
+            continue
         group = groups.get(setting.group) or groups.setdefault(setting.group, parser.add_argument_group(setting.group))
         text = setting.help.replace("%", "%%")
         if defaults is not None:

@@ -15,22 +15,18 @@ from rankgrad.cli.parser import Parser
 if TYPE_CHECKING:
     from rankgrad.report.run_reader import Run
     from rankgrad.runs.recipe import Published, Recipe
+    from rankgrad.runs.run_folder import RunFolder
 
 NUMBERS = "figures.json"
+RETRIEVAL = "retrieval"
 
 
-def recipes(arguments: Sequence[str]) -> int:
+def recipes(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     """`rankgrad recipes [NAME or part of it]`."""
-    from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+    from rankgrad.recipes.catalogue import TASKS, recipes_of
 
-    return show_recipes(arguments, RetrievalRecipe)
-
-
-def show_recipes(arguments: Sequence[str], kind: "type[Recipe]") -> int:
-    """List the recipes of a kind, or describe one."""
-    from rankgrad.recipes.catalogue import COMMAND_OF, recipes_of
-
-    parser = Parser(f"{COMMAND_OF[kind]} recipes", "List the recipes, or show all settings of one.")
+    kind = TASKS[task].recipe
+    parser = Parser(f"{TASKS[task].command} recipes", "List the recipes, or show all settings of one.")
     parser.add_argument("name", metavar="NAME", nargs="?", default="", help="a recipe, or text that listed recipes contain")
     given = parser.parse(arguments)
     known = recipes_of(kind)
@@ -91,34 +87,43 @@ def protocols(arguments: Sequence[str]) -> int:
     return 0
 
 
-def report(arguments: Sequence[str]) -> int:
+def report(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     """`rankgrad report RUN [RUN...]`."""
+    from rankgrad.recipes.catalogue import TASKS
+
+    parser = Parser(f"{TASKS[task].command} report", "Write one HTML page about a run or several; it opens offline.")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run; others are compared with the first")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="file to write [RUN/report.html; for several runs report-RUN-RUN.html]"
+    )
+    if task == RETRIEVAL:
+        parser.add_argument("--split", metavar="NAME", help="test split of the curves and pictures [test, or the first]")
+        parser.add_argument("--no-pictures", dest="pictures", action="store_false", help="leave out pictures of queries")
+    given = parser.parse(arguments)
+    out = _report_path(given.runs, given.out)
+    if task == RETRIEVAL:
+        content = _retrieval_page(given.runs, given.split, pictures=given.pictures)
+    else:
+        from rankgrad.detection.detection_report import page
+
+        content = page(given.runs)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(out, content)
+    print(f"{printable(str(out))} ({out.stat().st_size / 1e6:.1f} MB)")
+    return 0
+
+
+def _retrieval_page(folders: Sequence[Path], split: str | None, *, pictures: bool) -> str:
     from rankgrad.report.page import page
     from rankgrad.report.run_reader import read_runs
     from rankgrad.report.thumbnails import Thumbnails
 
-    parser = report_parser("rankgrad report", "Write one HTML page about a run or several; it opens offline.")
-    parser.add_argument("--split", metavar="NAME", help="test split of the curves and pictures [test, or the first]")
-    parser.add_argument("--no-pictures", dest="pictures", action="store_false", help="leave out pictures of queries")
-    given = parser.parse(arguments)
-    out = report_path(given.runs, given.out)
-    runs = read_runs(given.runs)
-    _check_split(runs, given.split)
-    write_page(out, page(runs, split=given.split, thumbnails=Thumbnails(enabled=given.pictures)))
-    return 0
+    runs = read_runs(folders)
+    _check_split(runs, split)
+    return page(runs, split=split, thumbnails=Thumbnails(enabled=pictures))
 
 
-def report_parser(prog: str, description: str) -> Parser:
-    """The arguments of every report."""
-    parser = Parser(prog, description)
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run; others are compared with the first")
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="file to write [RUN/report.html; of several runs report-RUN-RUN.html]"
-    )
-    return parser
-
-
-def report_path(runs: Sequence[Path], out: Path | None) -> Path:
+def _report_path(runs: Sequence[Path], out: Path | None) -> Path:
     """Where a report goes: without --out into its run, or under a name that says which runs it compares."""
     if out is None:
         names = [run.resolve().name for run in runs]
@@ -129,18 +134,19 @@ def report_path(runs: Sequence[Path], out: Path | None) -> Path:
     return out
 
 
-def write_page(path: Path, content: str) -> None:
-    """Write a page in one move and print where it is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, content)
-    print(f"{printable(str(path))} ({path.stat().st_size / 1e6:.1f} MB)")
-
-
 def _check_split(runs: "Sequence[Run]", split: str | None) -> None:
     known = sorted({name for run in runs for test in run.evaluations.values() for name in (test.key, test.split)})
     if split is not None and split not in known:
         there = f"choose one of {', '.join(known)}" if known else "nothing has been tested yet; run `rankgrad eval RUN`"
         raise ValueError(f"--split must be a split that was tested, got {split!r}: {there}")
+
+
+def show_next_steps(run: "RunFolder", task: str) -> None:
+    """Print what to do with a run that was trained and tested, with the commands filled in."""
+    if task != RETRIEVAL:
+        from rankgrad.detection.detection_report import write_report
+
+        print(f"report: {write_report([run.path], run.path / 'report.html')}")
 
 
 def figures(arguments: Sequence[str]) -> int:

@@ -1,6 +1,8 @@
-"""All recipes by name, and the tasks of saved runs."""
+"""All recipes by name, and the tasks that run them."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
@@ -14,8 +16,59 @@ from rankgrad.runs.task import RunContext, Task
 
 R = TypeVar("R", bound=Recipe)
 
-COMMAND_OF: Mapping[type[Recipe], str] = {RetrievalRecipe: "rankgrad", DetectionRecipe: "rankgrad detect"}
-"""The command whose verbs take a kind of recipe."""
+
+@dataclass(frozen=True)
+class TaskKind:
+    """A task as commands know it before they import it.
+
+    Attributes:
+        recipe: what its runs are made from.
+        command: the command whose verbs take its recipes.
+        factory: module and class of the task.
+        data: what --data is.
+        default: name of the recipe to use where none is given.
+        distributed: whether several processes can train together.
+    """
+
+    recipe: type[Recipe]
+    command: str
+    factory: str
+    data: str
+    default: str = ""
+    distributed: bool = False
+
+    def make(self, recipe: Recipe, context: RunContext) -> Task:
+        """The task of a recipe."""
+        task: Task = self._class()(recipe, context)
+        return task
+
+    def open(self, run: RunFolder, context: RunContext, changes: Mapping[str, Any]) -> Task:
+        """The task of a saved run."""
+        task: Task = self._class().from_run(run, context, changes)
+        return task
+
+    def _class(self) -> Any:
+        module, _, name = self.factory.partition(":")
+        return getattr(import_module(module), name)
+
+
+TASKS: Mapping[str, TaskKind] = {
+    "retrieval": TaskKind(
+        RetrievalRecipe,
+        "rankgrad",
+        "rankgrad.runs.retrieval_task:RetrievalTask",
+        data="where the images are: a folder, or a CSV file that lists them",
+        default="own-images",
+        distributed=True,
+    ),
+    "detection": TaskKind(
+        DetectionRecipe,
+        "rankgrad detect",
+        "rankgrad.detection.detection_task:DetectionTask",
+        data="VOCdevkit, or a folder in its layout",
+    ),
+}
+COMMAND_OF: Mapping[type[Recipe], str] = {kind.recipe: kind.command for kind in TASKS.values()}
 
 
 def _by_name() -> dict[str, Recipe]:
@@ -60,12 +113,6 @@ def task_of(run: RunFolder, context: RunContext, changes: Mapping[str, Any] = Ma
         changes: of the run's settings.
     """
     name = run.read().task
-    if name == "retrieval":
-        from rankgrad.runs.retrieval_task import RetrievalTask
-
-        return RetrievalTask.from_run(run, context, changes)
-    if name == "detection":
-        from rankgrad.detection.detection_task import DetectionTask
-
-        return DetectionTask.from_run(run, context, changes)
-    raise ValueError(f"{run.recipe_file} is of the task {name!r}, which this version does not have")
+    if name not in TASKS:
+        raise ValueError(f"{run.recipe_file} is of the task {name!r}, which this version does not have")
+    return TASKS[name].open(run, context, changes)
