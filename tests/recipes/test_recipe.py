@@ -117,7 +117,7 @@ def test_flags_that_are_not_given_change_nothing():
         (["--batchsize", "3"], "rankgrad train: unknown flag --batchsize: did you mean --batch-size?\n"),
         (["--simx"], "rankgrad train: unknown flag --simx: did you mean --simix?\n"),
         (["--learning=3"], "rankgrad train: unknown flag --learning"),
-        (["--zzzzzzzz"], "rankgrad train: unknown flag --zzzzzzzz; --help lists all\n"),
+        (["--zzzzzzzz"], "rankgrad train: unknown flag --zzzzzzzz: --help lists all\n"),
         (["--bins"], "rankgrad train: argument --bins: expected one argument\n"),
         (["--batch", "3"], "rankgrad train: unknown flag --batch"),
     ],

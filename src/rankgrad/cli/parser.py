@@ -1,7 +1,6 @@
 """A command line from the settings of a recipe: every setting a flag, and a sentence with the nearest one for a wrong flag."""
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Collection, Sequence
@@ -10,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 import rankgrad
+from rankgrad._messages import did_you_mean
 from rankgrad.runs.recipe import Recipe, flag_of, format_value, settings_of
 
 QUOTES = "'\""
@@ -42,8 +42,8 @@ class Parser(argparse.ArgumentParser):
                 break
             flag, _, value = argument.partition("=")
             if flag.startswith("--") and flag not in self._option_string_actions:
-                near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.65)
-                self.error(f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else "; --help lists all"))
+                hint = did_you_mean(flag, self._option_string_actions, cutoff=0.65, otherwise="--help lists all")
+                self.error(f"unknown flag {flag}: {hint}")
             if flag.startswith("--") and value == "--":
                 # argparse would take it for the end of the flags, and the flag for one of many values
                 self.error(f"{flag} needs a value, got '--'")

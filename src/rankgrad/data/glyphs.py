@@ -12,7 +12,6 @@ Needs matplotlib (for its fonts) and Pillow: pip install 'rankgrad[glyphs]'.
 import hashlib
 import importlib.util
 import os
-import tempfile
 import unicodedata
 import warnings
 import zipfile
@@ -26,6 +25,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from rankgrad._files import atomic_file
 from rankgrad._messages import install_hint
 
 Split: TypeAlias = Literal["train", "test"]
@@ -316,16 +316,14 @@ def _read(path: Path) -> Glyphs | None:
 def _write(path: Path, glyphs: Glyphs) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # written beside its place and moved there, so that a reader never sees half a file
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+        with atomic_file(path) as unfinished:
             np.savez(
-                file,
+                unfinished,
                 images=glyphs.images,
                 labels=glyphs.labels,
                 categories=glyphs.categories,
                 class_names=np.array(glyphs.class_names),
                 category_names=np.array(glyphs.category_names),
             )
-        Path(file.name).replace(path)
     except OSError as error:
         warnings.warn(f"glyphs are not cached, {path} cannot be written: {error}", stacklevel=3)

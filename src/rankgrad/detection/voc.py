@@ -9,7 +9,6 @@ becomes its near edge, xmin - 1, and the last its far edge, xmax: widths and ove
 adds 1 wherever it takes a difference.
 """
 
-import difflib
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rankgrad._messages import did_you_mean
 from rankgrad.detection.scenes import Pixels, Scene, Scenes, joined
 
 VOC_CLASSES = (
@@ -185,9 +185,8 @@ def _scene(path: Path, image: Path, class_names: tuple[str, ...], notes: _Notes,
         notes.add("images without an object", path.name)
     for each in found:
         if each.name not in class_names:
-            near = difflib.get_close_matches(each.name, class_names, n=1)
-            hint = f": did you mean {near[0]!r}?" if near else f"; known are {', '.join(class_names)}"
-            raise ValueError(f"voc: {path} has an object of the unknown class {each.name!r}{hint}")
+            hint = did_you_mean(each.name, class_names)
+            raise ValueError(f"voc: {path} has an object of the unknown class {each.name!r}: {hint}")
         x1, y1, x2, y2 = each.box
         shown = f"{x1:g}, {y1:g}, {x2:g}, {y2:g}"
         problem = ""

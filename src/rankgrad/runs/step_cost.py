@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rankgrad._checks import check_positive
 from rankgrad._device import available_bytes
+from rankgrad._messages import format_bytes, format_duration, table
 from rankgrad.runs.task import Task
 from rankgrad.train.activation_budget import BACKWARD_FACTOR, PROBE, SHARE, count_saved_bytes, graph_bytes
 from rankgrad.train.batch_tree import num_rows, select_rows
@@ -120,28 +121,38 @@ class StepCost:
 
     def __str__(self) -> str:
         best = self.chosen
-        limit = "" if self.available is None else f", {_size(self.available)} to use"
+        limit = "" if self.available is None else f", {format_bytes(self.available)} to use"
+        stages: list[tuple[str, float, int | None]] = [
+            ("load", self.load, None),
+            ("forward without graph", best.without_graph, None),
+            ("loss and its gradient", self.loss, self.loss_memory),
+            ("forward and backward", best.with_graph, best.memory),
+            ("optimizer", self.optimizer, self.optimizer_memory),
+        ]
+        rows = [
+            [name, format_duration(seconds), "" if memory is None else format_bytes(memory), ""]
+            for name, seconds, memory in stages
+        ]
+        rows.append(["step", format_duration(self.step_seconds), "", f"{self.batch_size / self.step_seconds:,.0f} images/s"])
+        chunks = []
+        for cost in self.tried:
+            remarks = {
+                "estimated": not cost.measured,
+                "does not fit": not cost.fits(self.available),
+                "<- chosen": cost == best,
+            }
+            remark = "  ".join(text for text, applies in remarks.items() if applies)
+            step = format_duration(self.compute_seconds(cost))
+            chunks.append([f"{cost.chunk_size:,}", f"{cost.chunks:,}", step, format_bytes(cost.memory), remark])
         lines = [
             f"batch of {self.batch_size:,} images on {self.device}{limit}",
             "",
-            f"{'stage':24} {'time':>10} {'memory':>10}",
-            f"{'load':24} {_time(self.load):>10}",
-            f"{'forward without graph':24} {_time(best.without_graph):>10}",
-            f"{'loss and its gradient':24} {_time(self.loss):>10} {_size(self.loss_memory):>10}",
-            f"{'forward and backward':24} {_time(best.with_graph):>10} {_size(best.memory):>10}",
-            f"{'optimizer':24} {_time(self.optimizer):>10} {_size(self.optimizer_memory):>10}",
-            f"{'step':24} {_time(self.step_seconds):>10}   {self.batch_size / self.step_seconds:,.0f} images/s",
+            table(["stage", "time", "memory", ""], rows, align="lrrl"),
             "",
-            f"{'chunk':>8} {'chunks':>8} {'step':>10} {'memory':>10}",
+            table(["chunk", "chunks", "step", "memory", ""], chunks, align="rrrrl"),
         ]
-        for cost in self.tried:
-            remark = "" if cost.measured else "  estimated"
-            remark += "" if cost.fits(self.available) else "  does not fit"
-            remark += "  <- chosen" if cost == best else ""
-            seconds = _time(self.compute_seconds(cost))
-            lines.append(f"{cost.chunk_size:8,} {cost.chunks:8,} {seconds:>10} {_size(cost.memory):>10}{remark}")
         if self.steps_per_epoch:
-            total = _time(self.steps_per_epoch * self.step_seconds)
+            total = format_duration(self.steps_per_epoch * self.step_seconds)
             lines += ["", f"an epoch of {self.steps_per_epoch:,} steps takes {total}, evaluation not counted"]
         return "\n".join(lines)
 
@@ -329,16 +340,6 @@ def _sizes(items: int) -> list[int]:
     while sizes[-1] > PROBE:
         sizes.append((sizes[-1] + 1) // 2)
     return sizes[::-1]
-
-
-def _time(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1e3 * seconds:.1f} ms"
-    return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
-
-
-def _size(number: int) -> str:
-    return f"{number / 2**20:,.1f} MiB" if number < 2**30 else f"{number / 2**30:,.1f} GiB"
 
 
 def step_cost_of(task: Task) -> StepCost:
