@@ -26,7 +26,7 @@ def parser() -> Parser:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "fastpa"}, "`loss` must be one of fastap, .*, got 'fastpa': did you mean 'fastap'?"),
+        ({"loss": "fastpa"}, "`loss` must be one of .*fastap, .*, got 'fastpa': did you mean 'fastap'?"),
         ({"data_set": "sopp"}, "did you mean 'sop'"),
         ({"test_on": ("roxford",)}, "`test_on` must be one of .*did you mean 'roxford5k'"),
         ({"size": 3}, "`size` must be between 16 and 2,048, got 3"),
