@@ -1,15 +1,23 @@
 """Exported networks give the embeddings of the original, and one that does not is refused."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from rankgrad.cli.search_commands import main_export
+from rankgrad.data.preprocessing import Preprocessing
 from rankgrad.models import ModelSpec, build_model, embed_multiscale
+from rankgrad.models.weights import read_weights
+from rankgrad.search import exported_preprocess
 from rankgrad.search.export import TOLERANCE, export_model
 
 
@@ -87,3 +95,59 @@ def test_the_command(run_folder, tmp_path, capsys):
     assert "invalid choice: 'keras'" in capsys.readouterr().err
     with pytest.raises(ValueError, match="format must be one of 'safetensors', 'torch', 'onnx', got 'tf'"):
         export_model(None, "tf", tmp_path)
+
+
+def photographs(folder: Path) -> list[Path]:
+    """Images of odd sizes, modes and orientations."""
+    rng = np.random.default_rng(0)
+    made = []
+    for number, (width, height) in enumerate([(37, 53), (53, 37), (101, 36), (36, 36), (64, 47), (200, 129), (36, 71)]):
+        coarse = rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)
+        image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+        made.append((image, f"{number}.png", {}))
+        exif = Image.Exif()
+        exif[0x0112] = 2 + number
+        made.append((image, f"{number}.jpg", {"exif": exif, "quality": 95}))
+    image = made[0][0]
+    made += [
+        (image.convert("L"), "grey.png", {}),
+        (image.convert("P"), "palette.gif", {}),
+        (image.convert("RGBA"), "rgba.png", {}),
+    ]
+    made.append((Image.fromarray(rng.integers(0, 65536, (40, 50)).astype(np.uint16)), "deep.png", {}))
+    for picture, name, options in made:
+        picture.save(folder / name, **options)
+    return [folder / name for _, name, _ in made]
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_the_exported_preprocessing_gives_the_embeddings_of_embed(trained, tmp_path, square):
+    """In a process that has neither rankgrad nor torch."""
+    preprocess = replace(trained.preprocess, stored_side=36, square=square)
+    model = replace(trained, preprocess=preprocess)
+    export_model(model, "onnx", tmp_path)
+    (tmp_path / "images").mkdir()
+    paths = photographs(tmp_path / "images")
+    script = """
+import sys, numpy, onnxruntime
+from preprocess import preprocess
+session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
+pixels = numpy.concatenate([preprocess(path) for path in sys.argv[1:]])
+numpy.save("found.npy", session.run(["embeddings"], {"pixels": pixels})[0])
+assert not {"rankgrad", "torch"} & set(sys.modules)
+"""
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-c", script, *map(str, paths)]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    np.testing.assert_allclose(np.load(tmp_path / "found.npy"), model.embed(paths), atol=1e-4)
+
+
+def test_the_exported_preprocessing_is_the_runs_own_to_the_last_bit(tmp_path):
+    for preprocess in (Preprocessing(224), Preprocessing(32, 37), Preprocessing(32, 36, square=True)):
+        for path in photographs(tmp_path):
+            np.testing.assert_array_equal(exported_preprocess.preprocess(path, preprocess.as_dict())[0], preprocess(path))
+
+
+def test_exported_weights_say_what_trunk_they_are_of(trained, tmp_path):
+    export_model(trained, "safetensors", tmp_path)
+    assert read_weights(tmp_path).trunk == "convnet"

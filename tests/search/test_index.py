@@ -3,34 +3,18 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_galleries import made_up
 
 from rankgrad.cli.search_commands import main_index, main_search
 from rankgrad.search import Gallery, Searcher, build_index
 from rankgrad.search.gallery import ABOUT
-from rankgrad.search.index import HNSW_FROM, IVFPQ_FROM, choose_kind
-
-
-def made_up(folder: Path, items: int = 1500, dim: int = 24, seed: int = 0) -> Gallery:
-    """A gallery of clustered unit vectors without images; some vectors are there twice."""
-    rng = np.random.default_rng(seed)
-    centres = rng.normal(size=(40, dim))
-    vectors = centres[rng.integers(0, 40, items)] + 0.6 * rng.normal(size=(items, dim))
-    vectors[-20:] = vectors[:20]
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    folder.mkdir()
-    np.save(folder / "embeddings.npy", vectors.astype(np.float32))
-    rows = "".join(f"{i},{i}.png,,\n" for i in range(items))
-    (folder / "ids.csv").write_text(f"id,path,label,category\n{rows}")
-    about = {
-        "format": 1, "run": "nowhere", "checkpoint": "last", "step": 1, "weights": "w", "root": str(folder),
-        "dim": dim, "ids": "ids.csv", "digest": f"d{seed}", "source": "made up",
-    }  # fmt: skip
-    (folder / ABOUT).write_text(json.dumps(about))
-    return Gallery.open(folder)
+from rankgrad.search.index import HNSW_FROM, IVFPQ_FROM, _Truth, choose_kind
+from rankgrad.search.searcher import Effort
 
 
 @pytest.fixture(scope="module")
@@ -233,3 +217,54 @@ def test_embeddings_of_other_weights_are_refused(searcher, data, tmp_path):
     (copy / ABOUT).write_text(json.dumps({**about, "weights": "0" * 32}))
     with pytest.raises(ValueError, match="has other weights: their scores would mean nothing"):
         main_search([str(data / "test" / "class-007" / "4.png"), "--index", str(copy)])
+
+
+@pytest.mark.parametrize("kind", ["hnsw", "ivfpq"])
+def test_effort_follows_the_number_of_neighbours(tmp_path, kind):
+    """In small clusters the effort that finds the ten nearest finds two thirds of the hundred nearest."""
+    gallery = made_up(tmp_path / "gallery", 6000, 64, clusters=300, spread=0.25)
+    report = build_index(gallery, tmp_path / kind, kind=kind, recall=0.9, shown=False)
+    assert report.recall[100] >= 0.9
+    searcher = Searcher.open(tmp_path / kind)
+    fixed = replace(searcher, effort=Effort(searcher.effort.least))
+    assert _Truth.of(gallery).recall(fixed, 100, index_alone=True) < 0.8
+    for k in (100, 1000):
+        _, rows = searcher.search(gallery.embeddings[:20], k)
+        assert (rows >= 0).all()
+        assert all(len(set(row)) == k for row in rows.tolist())
+        assert brute_force_recall(searcher, np.arange(0, 6000, 600), k) >= 0.85
+
+
+def test_rows_that_the_index_does_not_find_are_searched_for_exactly(vectors, tmp_path):
+    build_index(vectors, tmp_path, kind="ivfpq", shown=False)
+    searcher = Searcher.open(tmp_path)
+    lazy = replace(searcher, effort=Effort(1))
+    assert (lazy.search_index(vectors.embeddings[:3], 1500)[1] < 0).any()
+    scores, rows = lazy.search(vectors.embeddings[:3], 1500)
+    assert (np.sort(rows, axis=1) == np.arange(1500)).all()
+    assert (np.diff(scores, axis=1) <= 1e-6).all()
+
+
+def test_an_index_written_before_effort_followed_k_still_opens(vectors, tmp_path):
+    build_index(vectors, tmp_path, kind="hnsw", shown=False)
+    about = json.loads((tmp_path / "index.json").read_text())
+    del about["settings"]["efSearch_per_neighbour"]
+    (tmp_path / "index.json").write_text(json.dumps(about))
+    assert Searcher.open(tmp_path).effort.at(100) >= 200
+
+
+def test_class_names_cannot_drive_the_terminal(searcher, data, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(searcher.gallery.folder, copy)
+    from pyarrow import parquet
+
+    ids = parquet.read_table(copy / "ids.parquet").to_pydict()
+    ids["label"] = ["\x1b]0;owned\x07\x1b[2J red"] * 30
+    import pyarrow as pa
+
+    parquet.write_table(pa.table(ids), copy / "ids.parquet")
+    assert main_search([str(data / "test" / "class-007" / "4.png"), "--index", str(copy), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "\x07" not in out
+    assert r"\x1b]0;owned" in out

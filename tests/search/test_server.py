@@ -1,10 +1,14 @@
 """The search page's application: good questions answered, bad ones refused with a sentence."""
 
+import asyncio
+import contextlib
 import io
+import socket
 import struct
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ from starlette.testclient import TestClient
 
 from rankgrad.cli.search_commands import main_serve
 from rankgrad.search.search_service import MOST_BYTES, RefusedError, SearchService, check_upload
-from rankgrad.search.server import make_app
+from rankgrad.search.server import TimedProtocol, make_app
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +176,7 @@ def test_bad_forms_are_answered_with_a_sentence(client, options, status, sentenc
         ("/api/items?limit=1000000", 400, "limit must be a whole number from 1 to 96."),
         ("/thumb/30", 404, "There is no image 30"),
         ("/thumb/99999999999999999999999", 404, "There is no image"),
+        (f"/thumb/{'9' * 5000}", 404, "There is no image"),
         ("/thumb/-1", 404, "Not Found."),
         ("/thumb/1.png", 404, "Not Found."),
         ("/thumb/..%2f..%2fetc%2fpasswd", 404, "Not Found."),
@@ -220,7 +225,27 @@ def test_other_sites_scripts_are_refused(client, site, path, status):
     assert client.get(path, headers={"sec-fetch-site": site}).status_code == status
 
 
-@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", "/icon.svg", "/api/about", "/thumb/0", "/nothing"])
+@pytest.mark.parametrize(
+    ("origin", "path", "status"),
+    [
+        ("http://evil", "/api/about", 403),
+        ("http://127.0.0.1:8000.evil", "/thumb/1", 403),
+        ("http://127.0.0.1:9000", "/api/about", 403),
+        ("null", "/api/about", 403),
+        ("http://[", "/api/about", 403),
+        ("http://127.0.0.1:8000", "/api/about", 200),
+        ("http://evil", "/", 200),
+    ],
+)
+def test_another_origin_is_refused_also_where_the_browser_says_nothing_of_sites(client, origin, path, status):
+    assert client.get(path, headers={"origin": origin}).status_code == status
+    if path == "/api/about":
+        assert send(client, encoded("PNG"), headers={"origin": origin}).status_code == status
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/page.js", "/page.css", "/icon.svg", "/api/about", "/thumb/0", "/nothing", f"/thumb/{'9' * 5000}"]
+)
 def test_every_answer_has_the_headers_that_keep_it_in(client, path):
     headers = client.get(path).headers
     assert headers["content-security-policy"].startswith("default-src 'self';")
@@ -299,6 +324,8 @@ def test_a_failure_inside_is_no_traceback_outside(page, monkeypatch):
     client = TestClient(make_app(page, hosts=["*"]), raise_server_exceptions=False)
     answer = client.get("/api/about")
     assert answer.status_code == 500
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["content-security-policy"].startswith("default-src 'self';")
     assert answer.json() == {"error": "The search failed; the terminal says why."}
 
 
@@ -325,9 +352,127 @@ def test_serve_refuses(run_folder, searcher, arguments, message, capsys):
 
 
 def test_a_port_in_use_is_said_to_be(run_folder, searcher):
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with pytest.raises(OSError, match=f"port {port} cannot be listened on .*choose another with --port"):
             main_serve([str(run_folder), "--index", str(searcher.gallery.folder), "--port", port, "--device", "cpu"])
+
+
+def test_uploads_are_embedded_one_at_a_time_and_do_not_hold_up_thumbnails(page, monkeypatch):
+    """45 uploads, more than there are threads in starlette's pool."""
+    at_work, most, lock, go_on = 0, 0, threading.Lock(), threading.Event()
+
+    def slow(content):
+        nonlocal at_work, most
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        assert go_on.wait(30)
+        with lock:
+            at_work -= 1
+        raise RefusedError(422, "done")
+
+    monkeypatch.setattr(page, "embed_upload", slow)
+    with TestClient(make_app(page, hosts=["*"])) as client, ThreadPoolExecutor(45) as pool:
+        answers = [pool.submit(send, client, encoded("PNG")) for _ in range(45)]
+        time.sleep(1)
+        began = time.monotonic()
+        assert all(client.get(f"/thumb/{row}").status_code == 200 for row in range(5))
+        assert client.get("/api/items").status_code == 200
+        assert time.monotonic() - began < 5
+        go_on.set()
+        assert {answer.result().status_code for answer in answers} == {422}
+    assert most == 1
+
+
+def test_more_uploads_than_can_wait_are_refused(page, monkeypatch):
+    monkeypatch.setattr("rankgrad.search.server.MOST_WAITING", 2)
+    go_on = threading.Event()
+    monkeypatch.setattr(page, "embed_upload", lambda content: go_on.wait(30) and np.eye(16, dtype=np.float32)[0])
+    with TestClient(make_app(page, hosts=["*"])) as client, ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(send, client, encoded("PNG")) for _ in range(8)]
+        while sum(answer.done() for answer in answers) < 5:
+            time.sleep(0.01)
+        go_on.set()
+        statuses = sorted(answer.result().status_code for answer in answers)
+    assert statuses == [200] * 3 + [503] * 5
+
+
+def test_an_upload_that_does_not_end_is_given_up(client, monkeypatch):
+    monkeypatch.setattr("rankgrad.search.server.UPLOAD_SECONDS", 0.3)
+
+    async def endless(self):
+        yield b"--x\r\n"
+        await asyncio.sleep(20)
+
+    monkeypatch.setattr("starlette.requests.Request.stream", endless)
+    answer = client.post("/api/search", content=b"x", headers={"content-type": "multipart/form-data; boundary=x"})
+    assert answer.status_code == 408
+
+
+@pytest.fixture
+def served(page, monkeypatch):
+    """The page behind uvicorn with short time limits; the port."""
+    import uvicorn
+
+    monkeypatch.setattr("rankgrad.search.server.HEAD_SECONDS", 0.5)
+    monkeypatch.setattr("rankgrad.search.server.READ_SECONDS", 0.5)
+    config = uvicorn.Config(
+        make_app(page, hosts=["*"]), http=TimedProtocol, ws="none", log_level="critical", timeout_keep_alive=1
+    )
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield listening.getsockname()[1]
+        server.should_exit = True
+        thread.join(20)
+
+
+def is_closed(connection: socket.socket, seconds: float) -> bool:
+    connection.settimeout(seconds)
+    try:
+        while connection.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+GET = b"GET /api/about HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize("start", [b"", b"GET / HT", GET, GET + b"\r\n" + GET])
+def test_slow_connections_are_closed(served, start):
+    """One that sends nothing, half a line, half a head, and half a head after a whole request."""
+    with socket.create_connection(("127.0.0.1", served)) as connection:
+        connection.sendall(start)
+        assert is_closed(connection, 10)
+
+
+def test_many_slow_connections_do_not_hold_up_the_page(served):
+    slow = [socket.create_connection(("127.0.0.1", served)) for _ in range(300)]
+    for connection in slow:
+        connection.sendall(GET)
+    with socket.create_connection(("127.0.0.1", served)) as connection:
+        connection.sendall(GET + b"Connection: close\r\n\r\n")
+        connection.settimeout(10)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    assert all(is_closed(connection, 10) for connection in slow)
+    for connection in slow:
+        connection.close()
+
+
+def test_a_client_that_does_not_read_is_given_up(served):
+    with socket.create_connection(("127.0.0.1", served)) as connection:
+        connection.settimeout(1)
+        deadline = time.monotonic() + 20
+        # the answers are never read
+        with pytest.raises(ConnectionError):  # noqa: PT012
+            while time.monotonic() < deadline:
+                with contextlib.suppress(TimeoutError):
+                    connection.sendall(b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -35,9 +35,11 @@ def preprocess(image: Any, settings: Any = None) -> Any:
         settings = json.loads(SETTINGS.read_text(encoding="utf-8"))["preprocessing"]
     if settings["native_shape"]:
         raise ValueError("this model embeds images at their own shape; the exported graph takes squares of one size only")
-    if not isinstance(image, Image.Image):
-        image = Image.open(image)
-    image = _rgb(image)
+    if isinstance(image, Image.Image):
+        image = _rgb(image)
+    else:
+        with Image.open(image) as opened:
+            image = _rgb(opened)
     size, stored = settings["size"], settings["stored_side"]
     width, height = image.size
     if settings["square"]:

@@ -243,6 +243,7 @@ def _tune(searcher: Searcher, truth: _Truth, target: float) -> tuple[Searcher, f
     """
     import faiss
 
+    is_graph = not isinstance(searcher.index, faiss.IndexIVF)
     first, last = (1, searcher.index.nlist) if isinstance(searcher.index, faiss.IndexIVF) else (16, 4096)
     reached = 0.0
     for least in _doubled(first, last):
@@ -252,8 +253,9 @@ def _tune(searcher: Searcher, truth: _Truth, target: float) -> tuple[Searcher, f
             break
     assert searcher.effort is not None
     least, long_k = searcher.effort.least, min(TUNED_LONG_K, truth.scores.shape[1])
-    for effort in _doubled(least, max(least, last)):
-        searcher = replace(searcher, effort=Effort(least, round(effort / long_k, 4) if effort > least else 0.0))
+    # a search in a graph that follows fewer candidates than it must return returns fewer
+    for effort in _doubled(max(least, long_k) if is_graph else least, max(least, last)):
+        searcher = replace(searcher, effort=Effort(least, round(effort / long_k, 4)))
         if truth.recall(searcher, long_k, index_alone=True) >= target:
             break
     return searcher, reached

@@ -167,44 +167,46 @@ class SecurityHeaders:
 class TimedProtocol(H11Protocol):
     """uvicorn's HTTP, which closes connections that do not send a request or do not read an answer in time."""
 
-    _deadline: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._limit(HEAD_SECONDS)
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        is_answering = self.cycle is not None and not self.cycle.response_complete
-        if is_answering:
-            self._unlimit()
-        elif self._deadline is None:
-            self._limit(HEAD_SECONDS)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_head_timer()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
     def on_response_complete(self) -> None:
-        self._unlimit()
+        self._stop_head_timer()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._limit(READ_SECONDS)
+        self._read_timer = self.loop.call_later(READ_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._unlimit()
+        self._stop_read_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._unlimit()
+        self._stop_head_timer()
+        self._stop_read_timer()
         super().connection_lost(exc)
 
-    def _limit(self, seconds: float) -> None:
-        self._unlimit()
-        self._deadline = self.loop.call_later(seconds, self.transport.abort)
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-    def _unlimit(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
 
 def _is_cross_site(headers: Mapping[str, str]) -> bool:
