@@ -136,11 +136,20 @@ class Progress:
         unit: what is counted, in the plural.
         done: what was done before.
         shown: False prints nothing.
+        delay: seconds before a bar appears, so that quick work stays quiet on a terminal, too.
         stream: where to print, standard error by default.
     """
 
     def __init__(
-        self, total: int, name: str, *, unit: str, done: int = 0, shown: bool = True, stream: TextIO | None = None
+        self,
+        total: int,
+        name: str,
+        *,
+        unit: str,
+        done: int = 0,
+        shown: bool = True,
+        delay: float = 0.0,
+        stream: TextIO | None = None,
     ) -> None:
         self.total, self.name, self.unit, self.done, self.shown = total, name, unit, done, shown
         self._stream = stream or sys.stderr
@@ -150,7 +159,9 @@ class Progress:
         self._bar: Any = None
         if shown and self._stream.isatty() and importlib.util.find_spec("tqdm") is not None:
             tqdm = importlib.import_module("tqdm").tqdm
-            self._bar = tqdm(total=total, initial=done, desc=name, unit=f" {unit}", file=self._stream, dynamic_ncols=True)
+            self._bar = tqdm(
+                total=total, initial=done, desc=name, unit=f" {unit}", file=self._stream, dynamic_ncols=True, delay=delay
+            )
 
     def __enter__(self) -> "Progress":
         return self

@@ -1,6 +1,8 @@
 """The built-in data set: its sizes, its purity, its cache."""
 
 import dataclasses
+import os
+import stat
 import unicodedata
 
 import numpy as np
@@ -114,6 +116,17 @@ def test_a_damaged_cache_file_is_rebuilt(tmp_path, damage):
     assert equal(load_glyphs("test", size=16, examples=1, cache=tmp_path), drawn)
     assert path.read_bytes() == good
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_cache_has_the_permissions_that_the_umask_leaves(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        load_glyphs("test", size=16, examples=1, cache=tmp_path / "cache")
+    finally:
+        os.umask(before)
+    (path,) = (tmp_path / "cache").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 
 def test_an_unwritable_cache_is_a_warning(tmp_path):

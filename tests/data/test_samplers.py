@@ -134,9 +134,9 @@ def test_another_epoch_begins_at_its_first_batch():
 
 
 def test_a_state_of_other_data_is_refused():
-    with pytest.raises(ValueError, match="the state is of another sampler, it has seed 1 and this one 0"):
+    with pytest.raises(ValueError, match="the state belongs to another sampler: it has seed 1, this one 0"):
         make("whole").load_state_dict(make("whole", seed=1).state_dict())
-    with pytest.raises(ValueError, match=r"it has batches 18 and this one"):
+    with pytest.raises(ValueError, match=r"it has batches 18, this one"):
         make("whole").load_state_dict({**make("hard").state_dict()})
     with pytest.raises(ValueError, match="position must be at most"):
         make("whole").load_state_dict({**make("whole").state_dict(), "position": 100})
@@ -199,8 +199,8 @@ def test_class_balanced_uses_every_image_in_time():
             "a batch of 392 needs 98 classes with at least 4 images, the data has 60; lower batch_size to 240 or per_class",
         ),
         ({"labels": [0, 1], "batch_size": 4, "per_class": 2}, "the data has 0; lower per_class"),
-        ({"labels": [0, 0], "batch_size": 7, "per_class": 2}, "must be a multiple of per_class, got 7 and 2; 6 would do"),
-        ({"labels": [[0]], "batch_size": 2, "per_class": 2}, r"labels must be one integer per image, got shape \(1, 1\)"),
+        ({"labels": [0, 0], "batch_size": 7, "per_class": 2}, "must be a multiple of per_class, got 7 and 2; 6 is one"),
+        ({"labels": [[0]], "batch_size": 2, "per_class": 2}, r"labels must have one integer per image, got shape \(1, 1\)"),
         ({"labels": [0, 0], "batch_size": 0, "per_class": 2}, "batch_size must be at least 1, got 0"),
         ({"labels": [0, 0], "batch_size": 2, "per_class": 2, "seed": -1}, "seed must be at least 0, got -1"),
     ],
@@ -266,7 +266,7 @@ def test_a_class_larger_than_a_batch_leaves_room_for_another():
     ("labels", "batch_size", "message"),
     [
         ([0] * 10, 4, "labels must have at least 2 classes, got 1"),
-        ([0, 0, 1, 1], 5, "batch_size must be at most 4, what 4 images of 2 classes can give, got 5"),
+        ([0, 0, 1, 1], 5, "batch_size must be at most 4 for 4 images of 2 classes, got 5"),
         ([0, 0, 1, 1], 3, "batch_size must be at least 4, got 3"),
     ],
 )
@@ -398,11 +398,11 @@ def test_category_half_fills_small_models_with_unlabelled():
     ("kind", "arguments", "message"),
     [
         (CategoryHard, {"batch_size": 5}, "batch_size must be even and at least 4, for two halves, got 5"),
-        (CategoryHard, {"categories": [0, 0, 0, 0]}, "categories must be at least 2, to make pairs, got 1"),
-        (CategoryHard, {"categories": [0, 1, 2]}, "categories must be one per label, 4 of them, got 3"),
+        (CategoryHard, {"categories": [0, 0, 0, 0]}, "at least 2 categories are needed to form pairs, got 1"),
+        (CategoryHard, {"categories": [0, 1, 2]}, "categories must have one entry per label, 4, got 3"),
         (CategoryHard, {"categories": [0, 0, -1, -1]}, "every image must have a category, 2 have -1.*CategoryHalf"),
         (CategoryHard, {"categories": [0, 0, 1, -2]}, "categories must be at least 0, or -1 for unlabelled, got -2"),
-        (CategoryHard, {"batch_size": 6}, "batch_size must be at most 4, what 4 images can give, got 6"),
+        (CategoryHard, {"batch_size": 6}, "batch_size must be at most 4 for 4 images, got 6"),
         (CategoryHard, {"batches_per_pair": 0}, "batches_per_pair must be at least 1, got 0"),
         (CategoryHard, {"per_class": 1}, "per_class must be at least 2, got 1"),
         (CategoryHalf, {}, "got 2 categories and no images without; use CategoryHard"),

@@ -13,7 +13,7 @@ from rankgrad.data.seeds import bits, permutation
 
 
 class _CategoryPairs(EpochSampler):
-    """Batches of two halves, each from the classes of one category; a subclass says which pairs an epoch visits."""
+    """Batches of two halves, each from the classes of one category; a subclass defines the pairs of an epoch."""
 
     def __init__(self, labels: ArrayLike, categories: ArrayLike, batch_size: int, *, seed: int, per_class: int | None) -> None:
         super().__init__(batch_size, seed)
@@ -24,7 +24,7 @@ class _CategoryPairs(EpochSampler):
         of_class = checked_integers(labels, name="labels", caller=self._name)
         of_category = checked_integers(categories, name="categories", caller=self._name)
         if len(of_class) != len(of_category):
-            raise ValueError(f"{self._name}: categories must be one per label, {len(of_class)} of them, got {len(of_category)}")
+            raise ValueError(f"{self._name}: categories must have one entry per label, {len(of_class)}, got {len(of_category)}")
         if len(of_category) and of_category.min() < -1:
             raise ValueError(f"{self._name}: categories must be at least 0, or -1 for unlabelled, got {of_category.min()}")
         # the category belongs to the image: a class in two categories is a group in each
@@ -37,8 +37,8 @@ class _CategoryPairs(EpochSampler):
         self._room = {name: int(room[members].sum()) for name, members in self._members.items()}
         if self._classes.images and sum(self._room.values()) < batch_size:
             raise ValueError(
-                f"{self._name}: batch_size must be at most {sum(self._room.values())}, what {self._classes.images} images"
-                f"{'' if per_class is None else f' at {per_class} per class'} can give, got {batch_size}"
+                f"{self._name}: batch_size must be at most {sum(self._room.values())} for {self._classes.images} images"
+                f"{'' if per_class is None else f' at {per_class} per class'}, got {batch_size}"
             )
         self.short_categories = tuple(name for name, capacity in self._room.items() if capacity < batch_size // 2)
 
@@ -71,7 +71,7 @@ class _CategoryPairs(EpochSampler):
                 yield np.concatenate(parts)
 
     def _shares(self, first: int, second: int, stream: np.random.PCG64) -> list[tuple[int, int]]:
-        """How many images each category gives: half and half, what one lacks from the other, then from any."""
+        """Images of each category: half and half; what one lacks comes from the other, then from any."""
         half = self.batch_size // 2
         a, b = min(half, self._room[first]), min(half, self._room[second])
         a += min(self.batch_size - a - b, self._room[first] - a)
@@ -92,10 +92,10 @@ class CategoryHard(_CategoryPairs):
     """Half a batch from one category, half from another: FastAP's "hard" strategy (supplement A), also RaMBO's.
 
     1. An epoch visits every pair of categories `batches_per_pair` times, in random order.
-    2. From each category come whole classes (or up to `per_class` random images of each) until its half is full. Of one
-       category no class comes again before all have been there. The last class is cut as in `WholeClass`.
-    3. A category with less than half a batch (`short_categories`) gives all it has; the rest comes from its partner, then
-       from other categories. `filled` counts the images of an epoch that stand in for a short category.
+    2. A half is filled with whole classes of its category (or up to `per_class` random images of each). No class of a category
+       is repeated before all have been used. The last class is cut as in `WholeClass`.
+    3. A category with less than half a batch (`short_categories`) contributes all it has; the rest comes from its partner,
+       then from other categories. `filled` counts the images of an epoch that replace those of a short category.
 
     SOP, 12 categories with 5 batches per pair: 330 batches. In-Shop, 23 with 2: 506.
     """
@@ -115,10 +115,10 @@ class CategoryHard(_CategoryPairs):
         if -1 in self._members:
             raise ValueError(
                 f"{self._name}: every image must have a category, {(self._classes.sizes[self._members[-1]]).sum()} have -1; "
-                "leave them out, or use CategoryHalf, which pairs each category with them"
+                "remove them, or use CategoryHalf, which pairs each category with them"
             )
         if len(self._members) < 2:
-            raise ValueError(f"{self._name}: categories must be at least 2, to make pairs, got {len(self._members)}")
+            raise ValueError(f"{self._name}: at least 2 categories are needed to form pairs, got {len(self._members)}")
         self.batches_per_pair = batches_per_pair
         self._names = tuple(self._members)
         half, visits = batch_size // 2, (len(self._names) - 1) * batches_per_pair
@@ -135,10 +135,10 @@ class CategoryHard(_CategoryPairs):
 
 
 class CategoryHalf(_CategoryPairs):
-    """Half a batch from one labelled category, half from images without one (-1): FastAP's way with VehicleID.
+    """Half a batch from one labelled category, half from images without one (-1): FastAP's strategy on VehicleID.
 
-    A category of N images is visited ceil(2 N / batch_size) times, so that its classes all come in an epoch. Classes are
-    drawn and short categories filled as in `CategoryHard`, the images without category being the partner of all.
+    A category of N images is visited ceil(2 N / batch_size) times, so that an epoch uses all its classes. Classes are drawn
+    and short categories filled as in `CategoryHard`; the images without a category are the partner of every category.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Glyphs: a retrieval data set drawn at run time from the fonts that ship with matplotlib.
 
-A Unicode character is a class, its script is its category, a font is an example, and every drawing is tilted, bent and
-made noisy by a seeded generator. Training and test characters are disjoint, as in the benchmarks of the field, and
-which character is in which split never depends on the seed.
+A Unicode character is a class, its script is its category, a font is an example, and every drawing is distorted and made
+noisy by a seeded generator. Training and test characters are disjoint, as in the field's benchmarks, and the split of a
+character does not depend on the seed.
 
     load_glyphs("train")        a `Glyphs` value of numpy arrays, from the cache or drawn in a few seconds
 
@@ -25,7 +25,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad._files import atomic_file
+from rankgrad._files import atomic_file, write_error_reason
 from rankgrad._messages import install_hint
 
 Split: TypeAlias = Literal["train", "test"]
@@ -35,7 +35,7 @@ Font: TypeAlias = int
 
 SPLITS: tuple[Split, Split] = ("train", "test")
 
-# the text faces; the others that ship with matplotlib hold big brackets or a TeX encoding instead of Unicode
+# the text faces; the others that ship with matplotlib contain large brackets or use a TeX encoding
 FONTS = (
     *(f"DejaVu{face}{style}.ttf" for face in ("Sans", "SansMono") for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
     *(f"DejaVuSerif{style}.ttf" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
@@ -44,7 +44,7 @@ FONTS = (
 MIN_FONTS = 8
 
 # letters, digits and symbols. Marks and punctuation differ mostly by height above the baseline, modifiers are small
-# copies of letters, the rest has no ink.
+# copies of letters, the others have no ink.
 GENERAL_CATEGORIES = frozenset({"Lu", "Ll", "Lt", "Lo", "Nd", "Nl", "No", "Sm", "So", "Sc"})
 
 # first code point of each run of Unicode blocks that belong together
@@ -89,13 +89,13 @@ SCRIPTS = (
 # stays below this in at least half of the fonts they share: A of Latin, Greek and Cyrillic; Angstrom and A with ring
 SAME_DRAWING = 0.02
 
-# images bent at once: 512 coordinate maps of 32 x 32 are a few MiB and stay in the processor's cache
+# images distorted at once: 512 coordinate maps of 32 x 32 are a few MiB and stay in the processor's cache
 CHUNK = 512
 
 
 @dataclass(frozen=True, eq=False)
 class Glyphs:
-    """Drawings of one split, the examples of a class side by side.
+    """Drawings of one split, the examples of a class next to each other.
 
     Attributes:
         images: [N, H, W] uint8, ink is bright.
@@ -114,7 +114,7 @@ class Glyphs:
     def __post_init__(self) -> None:
         lengths = len(self.images), len(self.labels), len(self.categories)
         if self.images.ndim != 3 or len(set(lengths)) != 1:
-            raise ValueError(f"Glyphs: images [N, H, W] with N labels and categories wanted, got lengths {lengths}")
+            raise ValueError(f"Glyphs: images must be [N, H, W] with N labels and categories, got lengths {lengths}")
         for name, values, names in (
             ("labels", self.labels, self.class_names),
             ("categories", self.categories, self.category_names),
@@ -130,7 +130,7 @@ def load_glyphs(split: Split, *, size: int = 32, seed: int = 0, examples: int = 
         split: "train" or "test"; no character is in both.
         size: height and width of an image in pixels, at least 16.
         seed: of the choice of fonts and of the distortions.
-        examples: images per class, each of another font as long as the class has one (8 at least), then round again.
+        examples: images per class, each in another font until all fonts of the class (8 at least) are used, then again.
         cache: folder for the drawn arrays. By default $RANKGRAD_CACHE, else ~/.cache/rankgrad.
     """
     if split not in SPLITS:
@@ -165,7 +165,7 @@ def _draw(split: Split, size: int, seed: int, examples: int) -> Glyphs:
 
 @lru_cache(maxsize=1)
 def _classes() -> list[tuple[str, list[Font]]]:
-    """Every character of enough fonts with those fonts, one of each group whose drawings coincide."""
+    """Every character that enough fonts have, with these fonts; one of each group whose drawings coincide."""
     from matplotlib.ft2font import FT2Font
 
     fonts_of: dict[str, list[Font]] = defaultdict(list)
@@ -189,7 +189,7 @@ def _classes() -> list[tuple[str, list[Font]]]:
         same = np.triu(difference <= SAME_DRAWING * np.maximum(ink[:, None], ink), k=1)
         coincide.update((pairs[here[i]][0], pairs[here[j]][0]) for i, j in np.argwhere(same))
 
-    # code points ascend, so the first of a group (mostly the Latin one) has been decided on when the later ones come
+    # in order of code points, so the first of a group (mostly the Latin one) is kept
     for (first, second), times in sorted(coincide.items()):
         shared = len(set(fonts_of[first]) & set(fonts_of[second]))
         if first not in dropped and 2 * times >= shared:
@@ -198,7 +198,7 @@ def _classes() -> list[tuple[str, list[Font]]]:
 
 
 def _rasterise(wanted: list[tuple[str, Font]], size: int) -> Pixels:
-    """Plain drawings [len(wanted), size, size]: one em for all, on one baseline, so that o and O stay apart."""
+    """Plain drawings [len(wanted), size, size], all of one em size on one baseline, so that o and O differ."""
     from PIL import Image, ImageDraw, ImageFont
 
     fonts = [
@@ -215,7 +215,7 @@ def _rasterise(wanted: list[tuple[str, Font]], size: int) -> Pixels:
 
 
 def _distort(drawings: Pixels, rng: np.random.Generator) -> Pixels:
-    """Turn, shear, scale, shift and bend every drawing its own way, then change contrast and add noise."""
+    """Rotate, shear, scale, shift and bend every drawing at random, then change contrast and add noise."""
     n, size = len(drawings), drawings.shape[1]
     angle, shear = rng.normal(0, 0.08, n), rng.normal(0, 0.1, n)
     zoom, stretch = rng.uniform(0.9, 1.1, n), rng.uniform(0.9, 1.1, n)
@@ -228,7 +228,7 @@ def _distort(drawings: Pixels, rng: np.random.Generator) -> Pixels:
     matrix = np.stack([stretch * cos, sin + shear, -sin, cos], axis=1).reshape(n, 2, 2) / zoom[:, None, None]
     centred = np.arange(size) - (size - 1) / 2
     grid = np.stack(np.meshgrid(centred, centred, indexing="ij")).reshape(2, -1)
-    # hat functions blow the 4 x 4 displacements up to the image
+    # hat functions interpolate the 4 x 4 displacements to the image
     knots = np.maximum(0, 1 - np.abs(np.linspace(0, 3, size)[:, None] - np.arange(4)))
 
     result = np.empty_like(drawings)
@@ -259,7 +259,7 @@ def _sample(drawings: Pixels, place: NDArray[np.float64]) -> NDArray[np.float64]
 
 
 def _split(char: str) -> Split:
-    # a hash, so that a character keeps its split whatever the seed and whatever else the fonts hold
+    # a hash, so that a character keeps its split whatever the seed and the other characters
     return SPLITS[hashlib.sha256(char.encode()).digest()[0] % len(SPLITS)]
 
 
@@ -282,13 +282,13 @@ def _font_paths() -> tuple[Path, ...]:
     paths = tuple(folder / name for name in FONTS)
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing: install matplotlib from PyPI, it brings its fonts")
+            raise FileNotFoundError(f"{path} is missing: install matplotlib from PyPI, which includes its fonts")
     return paths
 
 
 @lru_cache(maxsize=1)
 def _fingerprint() -> str:
-    """Changes with whatever else decides a pixel: the fonts, the rasteriser, this file."""
+    """A digest of what else decides a pixel: the fonts, the rasteriser, this file."""
     from PIL import features
 
     digest = hashlib.sha256(f"{features.version('freetype2')} {np.__version__}".encode())
@@ -298,7 +298,7 @@ def _fingerprint() -> str:
 
 
 def _read(path: Path) -> Glyphs | None:
-    """What `_write` left at `path`; None when there is nothing or it is damaged, which a rebuild mends."""
+    """What `_write` left at `path`; None if it is absent or damaged, in which case it is drawn again."""
     try:
         # opened here, because numpy leaves a damaged file open
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
@@ -326,4 +326,4 @@ def _write(path: Path, glyphs: Glyphs) -> None:
                 category_names=np.array(glyphs.category_names),
             )
     except OSError as error:
-        warnings.warn(f"glyphs are not cached, {path} cannot be written: {error}", stacklevel=3)
+        warnings.warn(f"glyphs are not cached: {path} cannot be written: {write_error_reason(error)}", stacklevel=3)

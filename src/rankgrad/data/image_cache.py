@@ -47,7 +47,7 @@ def open_images(
             makes a new file; old ones may be deleted.
         square: resize to side x side, whatever the aspect ratio.
         skip_bad: skip images that cannot be read, with a warning that lists them; otherwise they are an error.
-        progress: show progress on stderr if it takes more than two seconds.
+        progress: show progress on standard error.
         workers: threads that decode; by default one per core, 16 at most.
     """
     check_count(side, name="side", caller="open_images")

@@ -145,7 +145,7 @@ def unreadable_images(table: Table, *, progress: bool = True, workers: int | Non
 
     Args:
         table: files or pixels.
-        progress: show progress on stderr if it takes more than two seconds.
+        progress: show progress on standard error.
         workers: threads that decode; by default one per core, 16 at most.
     """
     # the side makes no difference to what can be read

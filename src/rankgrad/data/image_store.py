@@ -233,7 +233,7 @@ class OnDemandImages(Dataset[Tensor]):
         side: length of the short side (`square`: of both) to which an image is resized before it is cropped.
         square: resize to side x side, whatever the aspect ratio.
         shapes: [N, 2] heights and widths at `side` if known; otherwise the headers of all files are read now.
-        progress: show progress on stderr if that takes more than two seconds.
+        progress: show progress on standard error.
         workers: threads that read them; by default one per core, 16 at most.
     """
 

@@ -1,12 +1,12 @@
 """Ordered work in threads: results computed before they are asked for, and given in the order of their items."""
 
 import os
-import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+from rankgrad._messages import Progress
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -47,21 +47,9 @@ def default_threads() -> int:
     return min(cores, 16)
 
 
-def with_progress(results: Iterable[T], total: int, what: str, progress: bool) -> Iterator[T]:
-    """`results`, with a bar on a terminal and an occasional line elsewhere, if they take more than two seconds."""
-    if not progress:
-        yield from results
-    elif sys.stderr.isatty():
-        from tqdm import tqdm
-
-        yield from tqdm(results, desc=what, total=total, unit=" images", delay=2, smoothing=0.05)
-    else:
-        began = time.monotonic()
-        due = began + 2
-        for count, result in enumerate(results, 1):
-            now = time.monotonic()
-            if now >= due and count < total:
-                left = (total - count) * (now - began) / count
-                print(f"{what}: {count:,} of {total:,} images, {left:.0f} s left", file=sys.stderr, flush=True)
-                due = now + 15
+def with_progress(results: Iterable[T], total: int, name: str, shown: bool) -> Iterator[T]:
+    """`results`, with the progress through `total` images on standard error."""
+    with Progress(total, name, unit="images", shown=shown, delay=2) as progress:
+        for result in results:
+            progress.advance()
             yield result

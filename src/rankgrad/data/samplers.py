@@ -6,15 +6,15 @@
 | `WholeClass`    | all images of random classes                                         | FastAP, "random"               |
 | `CategoryHard`  | half from one category, half from another, all pairs of categories   | FastAP, "hard" (supplement A)  |
 | `CategoryHalf`  | half from a labelled category, half from images without a category   | FastAP on VehicleID            |
-| `Sequential`       | the next images of the table                                         | evaluation                     |
+| `Sequential`    | the next images of the table                                         | evaluation                     |
 
-All batches have exactly the size asked for (the last of `Sequential` excepted) and no image twice. What an epoch holds is a
-function of (labels, seed, epoch), the same on every machine; `set_epoch` chooses the epoch. Images of label -1 are of no
-class and are left out.
+Every batch has exactly `batch_size` images (except the last of `Sequential`), none of them twice. The batches of an epoch are
+a function of (labels, seed, epoch), the same on every machine; `set_epoch` chooses the epoch. Images with label -1 have no
+class and are skipped.
 
-A sampler can be interrupted: `state_dict` says how far the latest iteration came, and after `load_state_dict` the next
-iteration continues there. A loader that works ahead asks for batches before they are used; such a loader's user keeps the
-position (`Batches.iterate(start)`).
+A sampler can be interrupted: `state_dict` has the position of the latest iteration, and after `load_state_dict` the next
+iteration continues there. A loader that prefetches asks for batches before they are used; its user keeps the position
+(`ImageBatches.iterate(start)`).
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ Indices = NDArray[np.int64]
 
 
 class BatchSampler(Protocol):
-    """What a loader needs of a sampler."""
+    """What a loader needs from a sampler."""
 
     def __iter__(self) -> Iterator[list[int]]: ...
 
@@ -45,7 +45,7 @@ class BatchSampler(Protocol):
 
 
 class EpochSampler(ABC):
-    """Epochs, positions and their states; a subclass says what the batches are."""
+    """Epochs, positions and their state; a subclass defines the batches."""
 
     def __init__(self, batch_size: int, seed: int) -> None:
         check_count(batch_size, name="batch_size", caller=self._name, least=1)
@@ -66,13 +66,13 @@ class EpochSampler(ABC):
         """The batches of `epoch` from number `start` on."""
 
     def set_epoch(self, epoch: int) -> None:
-        """What the next iteration shows; another epoch begins at its first batch."""
+        """Choose the epoch of the next iteration; another epoch begins at its first batch."""
         check_count(epoch, name="epoch", caller=f"{self._name}.set_epoch", least=0)
         if epoch != self.epoch:
             self.epoch, self.position, self._start = epoch, 0, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        # taken here and not at the first `next`, so that each iterator has the epoch it was made in
+        # read here and not at the first `next`, so that an iterator keeps the epoch it was made in
         start, self._start = self._start, 0
         self.position = start
         return self._run(self.epoch, start)
@@ -83,27 +83,27 @@ class EpochSampler(ABC):
             yield batch.tolist()
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch and position, with what tells whether they fit another sampler."""
+        """Epoch and position, and what identifies the sampler they belong to."""
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "batches": len(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration continue where the one that `state` is of had come to."""
+        """Continue the next iteration at the position of `state`."""
         for name, own in (("seed", self.seed), ("batches", len(self))):
             if state[name] != own:
                 raise ValueError(
-                    f"{self._name}: the state is of another sampler, it has {name} {state[name]} and this one {own}; "
+                    f"{self._name}: the state belongs to another sampler: it has {name} {state[name]}, this one {own}; "
                     "load it with the data and settings it was saved with"
                 )
         check_count(state["epoch"], name="epoch", caller=f"{self._name}.load_state_dict", least=0)
         check_count(state["position"], name="position", caller=f"{self._name}.load_state_dict", least=0)
         if state["position"] > len(self):
-            raise ValueError(f"{self._name}: position must be at most {len(self)}, the batches, got {state['position']}")
+            raise ValueError(f"{self._name}: position must be at most {len(self)} (batches), got {state['position']}")
         self.epoch, self.position = state["epoch"], state["position"]
         self._start = self.position
 
 
 class Sequential(EpochSampler):
-    """All images once, in the order of the table, the last batch with what is left: for evaluation."""
+    """All images once, in the order of the table; the last batch may be smaller. For evaluation."""
 
     def __init__(self, images: int, batch_size: int) -> None:
         super().__init__(batch_size, seed=0)
@@ -121,13 +121,13 @@ class Sequential(EpochSampler):
 class ClassBalanced(EpochSampler):
     """`per_class` images of each of batch_size / per_class classes; no image twice in an epoch.
 
-    1. Images are shuffled in their class and cut into groups of `per_class`; what is left of a class over waits for
-       another epoch. A class with fewer images is never used (`unused_classes` says how many).
-    2. An epoch has as many full batches as these groups allow when no class is in a batch twice, which depends on the class
+    1. The images of a class are shuffled and cut into groups of `per_class`; the remainder is not used in this epoch. A class
+       with fewer images is never used (`unused_classes` counts these classes).
+    2. An epoch has as many full batches as these groups allow with no class twice in a batch, which depends on the class
        sizes alone and is the sampler's length.
-    3. Groups beyond that number are left out at random; the others are dealt to the batches in random order.
+    3. Surplus groups are dropped at random; the others are distributed over the batches in random order.
 
-    The images of a class are side by side in the batch.
+    The images of a class are adjacent in the batch.
     """
 
     def __init__(self, labels: ArrayLike, batch_size: int, per_class: int, *, seed: int = 0) -> None:
@@ -136,7 +136,7 @@ class ClassBalanced(EpochSampler):
         if batch_size % per_class:
             raise ValueError(
                 f"{self._name}: batch_size must be a multiple of per_class, got {batch_size} and {per_class}; "
-                f"{max(batch_size // per_class, 1) * per_class} would do"
+                f"{max(batch_size // per_class, 1) * per_class} is one"
             )
         self.per_class = per_class
         classes = class_groups(checked_integers(labels, name="labels", caller=self._name))
@@ -151,7 +151,7 @@ class ClassBalanced(EpochSampler):
                 + (f"lower batch_size to {len(usable) * per_class} or per_class" if len(usable) else "lower per_class")
             )
         self._length = _most_batches(groups, self._classes_per_batch)
-        # of one class at most one group can be in each batch
+        # a batch can have at most one group of a class
         self._classes, self._usable, self._groups = classes, usable, np.minimum(groups[usable], self._length)
 
     @staticmethod
@@ -179,8 +179,8 @@ class ClassBalanced(EpochSampler):
         kept = np.sort(permutation(len(line), stream)[:wanted])
         first = self._classes.starts[line[kept]] + nth[kept] * self.per_class
         dealt = images[first[:, None] + np.arange(self.per_class)]
-        # group j of the line goes to batch j modulo their number: the groups of a class follow each other and are no more
-        # than there are batches, so no batch gets two of them
+        # group j goes to batch j modulo their number: the groups of a class are consecutive and no more than there are
+        # batches, so no batch gets two of them
         batches = dealt.reshape(self._classes_per_batch, self._length, self.per_class).swapaxes(0, 1)
         shuffled: Indices = batches.reshape(self._length, self.batch_size)[permutation(self._length, stream)]
         return shuffled
@@ -189,12 +189,12 @@ class ClassBalanced(EpochSampler):
 class WholeClass(EpochSampler):
     """All images of randomly chosen classes, until the batch is full: FastAP's "random" strategy.
 
-    1. Classes come in random order, each with all its images, and no class comes again before all have been there.
-    2. The last class of a batch is cut to fit, at random. Where that would leave one image of it, the batch gives up one of
-       another class of three or more to take two; only a batch of pairs and single images can end with a lone one.
+    1. Classes come in random order, each with all its images; no class is repeated before all have been used.
+    2. The last class of a batch is cut to fit, at random. If that leaves a single image of it, one image of another class of
+       three or more is dropped to take two; only a batch of pairs and single images can end with a single image.
     3. A class too large for a batch is cut to batch_size - 2, so that every batch has negatives.
 
-    An epoch has ceil(images / batch_size) batches: every class is there at least once.
+    An epoch has ceil(images / batch_size) batches: every class is used at least once.
     """
 
     def __init__(self, labels: ArrayLike, batch_size: int, *, seed: int = 0) -> None:
@@ -203,13 +203,12 @@ class WholeClass(EpochSampler):
         images, classes = self._classes.images, len(self._classes.sizes)
         check_count(batch_size, name="batch_size", caller=self._name, least=4)
         if classes < 2:
-            raise ValueError(f"{self._name}: labels must have at least 2 classes, got {classes}: nothing would be a negative")
+            raise ValueError(f"{self._name}: labels must have at least 2 classes, got {classes}: a batch needs negatives")
         self._most = batch_size - 2
         room = int(np.minimum(self._classes.sizes, self._most).sum())
         if room < batch_size:
             raise ValueError(
-                f"{self._name}: batch_size must be at most {room}, what {images} images of {classes} classes can give, "
-                f"got {batch_size}"
+                f"{self._name}: batch_size must be at most {room} for {images} images of {classes} classes, got {batch_size}"
             )
         self._length = -(-images // batch_size)
 
@@ -232,10 +231,10 @@ class WholeClass(EpochSampler):
 
 
 def checked_integers(values: ArrayLike, *, name: str, caller: str) -> Indices:
-    """`values` (a list, a numpy array, a tensor on the CPU) as one int64 row."""
+    """`values` (a list, a numpy array, a tensor on the CPU) as 1-D int64."""
     array = np.asarray(values)
     if array.ndim != 1:
-        raise ValueError(f"{caller}: {name} must be one integer per image, got shape {array.shape}")
+        raise ValueError(f"{caller}: {name} must have one integer per image, got shape {array.shape}")
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"{caller}: {name} must be integers, got {array.dtype}")
     return array.astype(np.int64)
@@ -247,7 +246,7 @@ def class_sizes(labels: Indices) -> Indices:
 
 
 class ClassGroups:
-    """Images side by side with those of their class: class c has `order[starts[c] : starts[c] + sizes[c]]`."""
+    """Images sorted by class: class c has `order[starts[c] : starts[c] + sizes[c]]`."""
 
     def __init__(self, order: Indices, starts: Indices, sizes: Indices, outer: Indices) -> None:
         self.order, self.starts, self.sizes, self.outer = order, starts, sizes, outer
@@ -267,7 +266,7 @@ class ClassGroups:
 
 
 def class_groups(labels: Indices, outer: Indices | None = None) -> ClassGroups:
-    """The images with a label (not -1) by label, within `outer` where it is given."""
+    """Images with a label (not -1) sorted by label, within `outer` if it is given."""
     if outer is None:
         outer = np.zeros_like(labels)
     rows = np.flatnonzero(labels != -1)
@@ -280,8 +279,8 @@ def class_groups(labels: Indices, outer: Indices | None = None) -> ClassGroups:
 def _most_batches(groups: Indices, per_batch: int) -> int:
     """The largest number of batches, each of `per_batch` groups of different classes.
 
-    B batches can be made when the classes have B per_batch groups, of each class at most B counted. That number less
-    B per_batch is concave in B and 0 at B = 0, so the B that can be made are an interval.
+    B batches are possible if the classes have B per_batch groups, counting at most B of each class. The surplus is concave in
+    B and 0 at B = 0, so the possible B form an interval.
     """
     low, high = 0, int(groups.sum()) // per_batch
     while low < high:
@@ -294,31 +293,31 @@ def _most_batches(groups: Indices, per_batch: int) -> int:
 
 
 class ClassDeck:
-    """Classes in random order, dealt until none is left, then shuffled again.
+    """Classes in random order, drawn without replacement, then shuffled again.
 
     Args:
         classes: the images of all classes.
         members: the classes of this deck.
-        most: images that a class gives at most.
-        stream: decides everything.
+        most: largest number of images of a class.
+        stream: of random bits.
     """
 
     def __init__(self, classes: ClassGroups, members: Indices, most: int, stream: np.random.PCG64) -> None:
         self._classes, self._members, self._most, self._stream = classes, members, most, stream
-        self._waiting: list[int] = []  # the next one is the last
+        self._remaining: list[int] = []  # drawn from the end
 
     def take(self, count: int) -> Indices:
-        """`count` images, no more than the deck's classes can give: whole classes, the last cut to fit."""
+        """Draw `count` images, at most as many as the deck has: whole classes, the last cut to fit."""
         taken: list[int] = []
         parts: list[Indices] = []
         while count:
-            if not self._waiting:
+            if not self._remaining:
                 self._shuffle(taken)
-            group = self._waiting.pop()
+            group = self._remaining.pop()
             images = self._classes.of(group)
             size = min(len(images), self._most)
             if count == 1 and size > 1:
-                count += self._give_up_one(parts)
+                count += self._drop_one(parts)
             size = min(size, count)
             if size < len(images):
                 images = images[permutation(len(images), self._stream)[:size]]
@@ -328,13 +327,13 @@ class ClassDeck:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _shuffle(self, taken: list[int]) -> None:
-        """All classes again; those already in this batch last, where this batch does not reach."""
+        """Start again with all classes; those already in this batch come last, which it does not reach."""
         order = self._members[permutation(len(self._members), self._stream)].tolist()
         already = set(taken)
-        self._waiting = [group for group in order if group in already] + [group for group in order if group not in already]
+        self._remaining = [group for group in order if group in already] + [group for group in order if group not in already]
 
-    def _give_up_one(self, parts: list[Indices]) -> int:
-        """Shorten the latest class of three images or more, which keeps a pair; how many images that gave."""
+    def _drop_one(self, parts: list[Indices]) -> int:
+        """Drop an image of the latest class of three or more, which keeps a pair; returns the number dropped."""
         for place in reversed(range(len(parts))):
             if len(parts[place]) > 2:
                 parts[place] = np.delete(parts[place], permutation(len(parts[place]), self._stream)[0])

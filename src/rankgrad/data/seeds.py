@@ -2,7 +2,7 @@
 
     generator(seed, "augment", epoch, step)      the same numbers on every machine, in every process, after every restart
 
-Nothing here reads or changes a global random state, so a resumed run needs no saved generator.
+No global random state is read or changed, so a resumed run needs no saved generator.
 """
 
 import hashlib
