@@ -9,7 +9,7 @@ from distributed.worker_cases import AROUND, PRESETS
 from torch import nn
 
 import rankgrad as rg
-from rankgrad.cli.launch import _ending, _guilt, _sentence, without_flag
+from rankgrad.cli.launch import _blame, _ending, _sentence, without_flag
 from rankgrad.data.image_batches import ImageBatches
 from rankgrad.data.image_store import ImageBuffer
 from rankgrad.data.preprocessing import Augment
@@ -147,8 +147,8 @@ def test_the_flag_that_launches_is_not_passed_on():
 
 def test_the_process_to_name_is_the_one_that_did_not_just_follow():
     killed, failed, told, lost, asked = -9, 1, 2, 3, -15
-    assert min([lost, told, asked, killed, failed], key=_guilt) == killed
-    assert min([lost, asked, told], key=_guilt) == told
+    assert min([lost, told, asked, killed, failed], key=_blame) == killed
+    assert min([lost, asked, told], key=_blame) == told
     assert _ending(1, 4, -9, "") == "rank 1 of 4 processes was ended by SIGKILL"
     assert _ending(1, 4, 2, "no such image") == "rank 1 of 4 processes stopped: no such image"
     assert _ending(0, 2, 1, "") == "rank 0 of 2 processes ended with status 1"

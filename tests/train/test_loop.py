@@ -1,6 +1,7 @@
 """The loop as a whole: what it writes, how it ends, what it refuses, what it does when memory or numbers fail."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import shutil
@@ -17,6 +18,7 @@ from rankgrad.train.errors import NotFiniteError, TrainingError
 from rankgrad.train.loop import fit
 from rankgrad.train.meters import NaNGuard, StepValues
 from rankgrad.train.settings import TrainSettings
+from rankgrad.train.state_file import state_bytes
 
 QUIET = TrainSettings(epochs=2, lr=1e-2, log_every=1, metric="margin", keep=0)
 
@@ -503,6 +505,141 @@ def test_numbers_that_are_still_on_their_way_are_looked_at_before_a_checkpoint()
     guard._pending.append(StepValues(3, torch.tensor([7, 8]), torch.tensor([math.inf, 1.0]), None))
     with pytest.raises(NotFiniteError, match="step 3: the loss is inf; the batch was images 7, 8"):
         guard.flush()
+
+
+class NaNWeights(nn.Module):
+    """Its weights become NaN at one pass, as after a step that was too long."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.body, self.left = network(dropout=0.0), call
+
+    def forward(self, images):
+        self.left -= 1
+        output = self.body(images)
+        return output * math.nan if self.left == 0 else output
+
+
+LOSSES = [
+    rg.FastAPLoss, rg.RecallAtKLoss, rg.SmoothAPLoss, rg.RamboAPLoss, rg.RamboRecallLoss,
+    lambda: rg.SiMix(rg.RecallAtKLoss()), remembering, lambda: rg.RankLoss(rg.Sigmoid(0.1), rg.NDCG()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_embeddings_that_are_nan_stop_the_run_with_any_loss_and_name_the_batch(tmp_path, loss):
+    batches = Vectors()
+    batches.item_names = [f"class/{i}.jpg" for i in range(1000)]
+    with pytest.raises(
+        TrainingError, match=r"step 3: .* (is|are) (nan|inf|NaN).*the batch was images class/\d+\.jpg, .* and 14 more"
+    ):
+        train(tmp_path, model=NaNWeights(3), loss=loss(), batches=batches)
+    assert entries(tmp_path, "end")[0]["reason"] == "error"
+
+
+class CPUShort(Limited):
+    """Says so as the CPU's allocator does."""
+
+    def forward(self, images):
+        if len(images) > self.most:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+                               "tried to allocate 4000000000 bytes. Error code 12 (Cannot allocate memory)")  # fmt: skip
+        return super().forward(images)
+
+
+def test_out_of_memory_on_a_cpu_halves_the_chunk_too(tmp_path):
+    _, outcome = train(tmp_path / "a", model=CPUShort(6))
+    assert outcome.step == 10
+    messages = [entry["message"].partition(": ")[2] for entry in entries(tmp_path / "a", "warning")]
+    assert messages == ["chunk_size 24 -> 12", "chunk_size 12 -> 6"]
+    with pytest.raises(TrainingError, match="even one image at a time"):
+        train(tmp_path / "b", model=CPUShort(0))
+
+
+def test_no_epochs_evaluate_and_save_the_untrained_model(tmp_path):
+    untrained = network()
+    model, outcome = train(tmp_path, changed(epochs=0), evaluators={"validation": held_out}, select="validation")
+    assert (outcome.reason, outcome.step) == ("finished", 0)
+    assert torch.equal(flat(model), flat(untrained))
+    assert outcome.metrics["validation"]["margin"] == pytest.approx(held_out(model.eval())["margin"])
+    assert CheckpointStore(tmp_path / "checkpoints").checkpoint("best").step == 0
+    train(tmp_path, changed(epochs=0), evaluators={"validation": held_out}, select="validation", resume=True)
+    assert len(entries(tmp_path, "checkpoint")) == 1
+
+
+def test_a_finished_run_says_how_to_train_it_further(tmp_path, capsys):
+    train(tmp_path, changed(schedule="cosine"))
+    train(tmp_path, changed(schedule="cosine"), resume=True)
+    assert "the run is finished after step 10. To train it further" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"epochs was 2 and is 3.*start a new run from its weights \(--weights RUN\)"):
+        train(tmp_path, changed(schedule="cosine", epochs=3), resume=True)
+
+
+class Lines:
+    """Progress that is printed at every step."""
+
+    def __init__(self, monkeypatch):
+        self.notes = []
+        monkeypatch.setattr("rankgrad.train.loop.Progress.advance", lambda progress, count=1, note="": self.notes.append(note))
+
+
+def test_progress_shows_epoch_and_loss_of_every_step(tmp_path, monkeypatch):
+    lines = Lines(monkeypatch)
+    train(tmp_path / "a", changed(log_every=1))
+    losses = [entry["loss"] for entry in entries(tmp_path / "a", "step")]
+    lines.notes.clear()
+    train(tmp_path / "b", changed(log_every=7))
+    assert len(lines.notes) == 10
+    for step, (note, loss) in enumerate(zip(lines.notes, losses, strict=True)):
+        assert note.startswith(f"epoch {1 + step // 5}, loss {loss:.4f}, ")
+        assert note.endswith(" images/s")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 9}, r"has format 9, this version reads format 2: resume with the version"),
+        ({"format": "x"}, r"has format 'x'"),
+        ({"position": {"step": 12, "epoch": 2, "in_epoch": 2}}, r"it is at step 12, and the run ends after step 10"),
+        ({"position": {"step": 10**9, "epoch": 2 * 10**8}}, r"at step 1000000000, and the run ends"),
+        ({"position": {"step": 9}}, r"step 9 is not step 0 of epoch 3 with 5 steps per epoch"),
+        ({"position": {"step": 5, "epoch": 1}}, r"it is of step 5"),
+    ],
+)
+def test_a_state_that_no_run_can_have_is_refused(tmp_path, change, message):
+    train(tmp_path)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    folder = store.checkpoint().folder
+    state = store.checkpoint().state()
+    state["position"] |= change.pop("position", {})
+    (folder / "state.safetensors").write_bytes(state_bytes({**state, **change}))
+    sign(folder)
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, resume=True)
+
+
+def sign(folder):
+    """A manifest for files that were changed."""
+    content = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+    entries = {
+        name: {"bytes": len(c), "blake2b": hashlib.blake2b(c, digest_size=16).hexdigest()} for name, c in content.items()
+    }
+    (folder / "manifest.json").write_text(json.dumps(entries))
+
+
+def test_a_run_whose_state_was_pickled_is_continued_exactly(tmp_path):
+    """As earlier versions wrote it, with their settings."""
+    train(tmp_path / "a", changed(epochs=0, steps=7), loss=remembering())
+    store = CheckpointStore(tmp_path / "a" / "checkpoints")
+    folder = store.checkpoint().folder
+    state = {**store.checkpoint().state(), "format": 1}
+    state["settings"] |= {"tensorboard": "off", "wandb": ""}
+    torch.save(state, folder / "state.pt")
+    (folder / "state.safetensors").unlink()
+    sign(folder)
+    continued, _ = train(tmp_path / "a", changed(epochs=0, steps=12), loss=remembering(), resume=True)
+    whole, _ = train(tmp_path / "b", changed(epochs=0, steps=12), loss=remembering())
+    assert torch.equal(flat(continued), flat(whole))
 
 
 def test_diagnostics_do_not_change_training(tmp_path):

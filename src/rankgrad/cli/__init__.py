@@ -123,12 +123,12 @@ def _run(arguments: list[str]) -> int:
         return 1
     except BrokenPipeError:
         raise
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if whole or not _is_for_the_user(error):
             raise
-        from rankgrad.cli.launch import tell
+        from rankgrad.cli.launch import report_error
 
-        return tell(command, _for_the_command_line(error))
+        return report_error(command, _for_the_command_line(error))
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -157,7 +157,10 @@ def _for_the_command_line(error: Exception) -> Exception:
     from rankgrad.detection.detection_recipe import DetectionRecipe
     from rankgrad.runs.recipe import settings_of
     from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+    from rankgrad.train.errors import TrainingError, describe_out_of_memory, is_out_of_memory
 
+    if is_out_of_memory(error):
+        return TrainingError(describe_out_of_memory(error))
     text = in_flags(without_caller(str(error)), {**settings_of(RetrievalRecipe), **settings_of(DetectionRecipe)})
     if text != str(error):
         error.args = (text,)
@@ -168,10 +171,10 @@ def _is_for_the_user(error: Exception) -> bool:
     """Whether the message alone says what to do: wrong input, files, a run that cannot go on. Other errors are bugs."""
     if isinstance(error, (ValueError, OSError)):
         return True
-    from rankgrad.train.errors import TrainingError
+    from rankgrad.train.errors import TrainingError, is_out_of_memory
     from rankgrad.train.processes import is_lost_process, launched
 
-    return isinstance(error, TrainingError) or (launched() and is_lost_process(error))
+    return isinstance(error, TrainingError) or is_out_of_memory(error) or (launched() and is_lost_process(error))
 
 
 def _version() -> str:

@@ -1,4 +1,4 @@
-"""Many processes from one command: torchrun with the same command line, and one sentence when it fails."""
+"""Several processes from one command: torchrun with the same command line, and one sentence when it fails."""
 
 import contextlib
 import logging
@@ -13,45 +13,45 @@ from rankgrad._checks import check_count
 from rankgrad.train.errors import FailedProcessError
 from rankgrad.train.processes import is_lost_process, launched
 
-# exit status of a process that stopped because another one had: it is not the one to name
+# exit status of a process that stopped because another one had: not the one to blame
 LOST = 3
 # exit status of a process that has told the user what to do, and of one that was asked to stop
-TOLD, INTERRUPTED = 2, 130
-# seconds that the first process has to say what is wrong before another one ends
+REPORTED, INTERRUPTED = 2, 130
+# seconds that the first process has to report an error before another one ends
 HEAD_START = 2.0
-# the process id of the launcher, set for processes for which it will say who has ended
+# process id of the launcher, set for its processes: it reports which of them has ended
 LAUNCHER = "RANKGRAD_LAUNCHER"
-# seconds between two looks whether it still lives
-LOOK = 1.0
+# seconds between two checks that the launcher is alive
+LAUNCHER_CHECK = 1.0
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
-    """Runs `rankgrad ARGUMENTS` in so many processes of this machine under torchrun, which restarts nothing.
+    """Runs `rankgrad ARGUMENTS` in several processes on this machine under torchrun, without restarts.
 
     Returns:
-        The exit status: 0, that of a process which has told the user why it ended, or 128 and the signal that ended all.
+        The exit status: 0, that of a process which has reported why it ended, or 128 plus the signal that ended all.
 
     Raises:
-        FailedProcessError: a process ended otherwise; says which and how.
+        FailedProcessError: a process ended otherwise; the message says which and how.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
     check_count(processes, name="--processes", caller="rankgrad")
-    # the cores of the machine, which torchrun would leave idle but for one each
+    # torchrun would give each process one core
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ[LAUNCHER] = str(os.getpid())
-    # what it says of a failure is said below
+    # failures are reported below
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     command = ["--standalone", f"--nproc-per-node={processes}", "--max-restarts=0", "-m", "rankgrad.cli", *arguments]
     try:
         run(parse_args(command))
     except ChildFailedError as error:
-        rank, failure = min(error.failures.items(), key=lambda item: (_guilt(item[1].exitcode), item[1].timestamp, item[0]))
+        rank, failure = min(error.failures.items(), key=lambda item: (_blame(item[1].exitcode), item[1].timestamp, item[0]))
         first = error.failures.get(0)
-        if first is not None and first.exitcode in (TOLD, INTERRUPTED) and _guilt(failure.exitcode) > 0:
-            return int(first.exitcode)  # it has said why
+        if first is not None and first.exitcode in (REPORTED, INTERRUPTED) and _blame(failure.exitcode) > 0:
+            return int(first.exitcode)
         raise FailedProcessError(_ending(rank, processes, failure.exitcode, _sentence(failure.message))) from None
     except SignalException as error:
         return 128 + int(error.sigval)
@@ -59,20 +59,20 @@ def launch(arguments: Sequence[str], processes: int) -> int:
 
 
 def stop_with_launcher() -> None:
-    """Asks this process to stop, as SIGTERM does, when its launcher was killed: the run would go on with nobody to end it."""
+    """Sends SIGTERM to this process when its launcher has been killed, since nobody else would end the run."""
     launcher = int(os.environ.get(LAUNCHER, "0"))
 
     def watch() -> None:
         while os.getppid() == launcher:
-            time.sleep(LOOK)
+            time.sleep(LAUNCHER_CHECK)
         os.kill(os.getpid(), signal.SIGTERM)
 
     if launcher:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def _guilt(status: int) -> int:
-    """Who is named first: what was ended from outside, then what failed, and last what ended because another had."""
+def _blame(status: int) -> int:
+    """Rank in the order of blame: killed from outside, failed, ended because another process had."""
     if status in (LOST, -signal.SIGTERM):
         return 2
     return 0 if status < 0 else 1
@@ -82,19 +82,19 @@ def _ending(rank: int, processes: int, status: int, message: str) -> str:
     who = f"rank {rank} of {processes} processes"
     if status < 0:
         return f"{who} was ended by {signal.Signals(-status).name}"
-    if status == TOLD:
+    if status == REPORTED:
         return f"{who} stopped: {message}"
     return f"{who} ended with status {status}"
 
 
 def _sentence(message: object) -> str:
-    """What `tell` has recorded, without the name of the exception."""
+    """The message that `report_error` has recorded, without the name of the exception."""
     text = str(message["message"] if isinstance(message, dict) else message)
     return " ".join((text.partition("Error: ")[2] or text).split())
 
 
 def without_flag(arguments: Sequence[str], flag: str) -> list[str]:
-    """A command line less `--flag VALUE` and `--flag=VALUE`."""
+    """A command line without `--flag VALUE` and `--flag=VALUE`."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
@@ -104,18 +104,21 @@ def without_flag(arguments: Sequence[str], flag: str) -> list[str]:
     return kept
 
 
-def tell(who: str, error: BaseException) -> int:
-    """Says why a process ends: the first on standard error, every one in the record that torchrun reads; the exit status."""
+def report_error(command: str, error: BaseException) -> int:
+    """Reports why this process ends and returns its exit status.
+
+    The first process prints to standard error; every process writes the record that torchrun reads.
+    """
     lost = launched() and is_lost_process(error)
-    told_by_launcher = lost and LAUNCHER in os.environ
-    if os.environ.get("RANK", "0") == "0" and not told_by_launcher:
-        print(f"{who}: {error}", file=sys.stderr)
+    reported_by_launcher = lost and LAUNCHER in os.environ
+    if os.environ.get("RANK", "0") == "0" and not reported_by_launcher:
+        print(f"{command}: {error}", file=sys.stderr)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         with contextlib.suppress(OSError):
             get_error_handler().record_exception(error)
         if os.environ.get("RANK", "0") != "0" and not lost:
-            # a mistake is most often everybody's: torchrun ends the first process as soon as this one is gone
+            # most often all processes have the same error, and torchrun ends the first one as soon as this one has ended
             time.sleep(HEAD_START)
-    return LOST if lost else TOLD
+    return LOST if lost else REPORTED

@@ -5,7 +5,7 @@ Those of `rankgrad detect` are the same functions, called with another task.
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +16,7 @@ from rankgrad._messages import did_you_mean
 from rankgrad.cli.launch import launch, without_flag
 from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named
 from rankgrad.recipes.catalogue import TASKS, TaskKind, find, recipes_of, task_of
-from rankgrad.runs.recipe import Recipe
+from rankgrad.runs.recipe import Recipe, flag_of
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RETRIEVAL, RunContext
@@ -56,6 +56,8 @@ def train(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     if given.resume and given.out:
         parser.error("--resume RUN and --out DIR both name the folder of the run: give one of them")
     recipe = None if given.resume else _chosen_recipe(parser, kind, given, changes)
+    if recipe is not None:
+        _check_evaluation_is_possible(parser, recipe, changes)
     run = RunFolder(Path(given.resume) if given.resume else given.out or Path("runs") / (recipe.name if recipe else ""))
     if _must_launch(given):
         return _launch_training(arguments, given.processes, run)
@@ -63,6 +65,7 @@ def train(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
         context = _context(given, processes)
         if given.resume is not None:
             opened = task_of(run, context, changes)
+            _check_evaluation_is_possible(parser, opened.recipe, changes)
             resume_run(opened, run)
         else:
             assert recipe is not None, "a run that is not resumed has a recipe"
@@ -71,6 +74,14 @@ def train(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
         if processes.first:
             show_next_steps(run, opened.name)
     return 0
+
+
+def _check_evaluation_is_possible(parser: Parser, recipe: Recipe, changes: Mapping[str, Any]) -> None:
+    """Refuse flags about evaluation while training where there is nothing to evaluate on."""
+    if isinstance(recipe, RetrievalRecipe) and recipe.validation == "none":
+        for name in ("evaluate_every", "patience"):
+            if changes.get(name):
+                parser.error(f"{flag_of(name)} needs classes to evaluate on while training: add --validation half")
 
 
 def _launch_training(arguments: Sequence[str], processes: int, run: RunFolder) -> int:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -77,7 +77,12 @@ class ImageBatches:
         dtype: torch.uint8 (rounded, as in image files) or torch.float32; 0 .. 255 in both.
         shard: (i, n) gives the i-th of n contiguous shards of every batch, counted from 0: what one process of n needs.
             Images, crops and flips are drawn for the whole batch, so they do not depend on n.
+
+    Attributes:
+        item_names: names of the images, for messages about a batch; None where they are not known.
     """
+
+    item_names: Sequence[str] | None = None
 
     def __init__(
         self,

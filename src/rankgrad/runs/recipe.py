@@ -232,7 +232,7 @@ class Recipe:
         0.3, "factor of 'step' at a milestone and of 'exponential' each epoch", group="optimisation", least=1e-6, most=1.0
     )
     warmup_steps: int = setting(0, "steps over which the learning rate rises to lr", group="optimisation", least=0)
-    epochs: int = setting(30, "passes over the training data", group="optimisation", least=1)
+    epochs: int = setting(30, "passes over the training data; 0: test the untrained network", group="optimisation", least=0)
     steps: int = setting(0, "number of steps, in place of epochs; 0: epochs decide", group="optimisation", least=0)
     clip: float = setting(0.0, "largest norm of the gradient; 0: no limit", group="optimisation", least=0.0)
     precision: Precision = setting(

@@ -321,7 +321,7 @@ def training_batches(recipe: RetrievalRecipe, split: Split, context: RunContext)
     """Batches on the device, unless they would fill it: then chunks are moved there one by one."""
     sampler = make_sampler(recipe, split.selected)
     images = recipe.batch_size or largest_batch(recipe, split.selected)
-    return ImageBatches(
+    batches = ImageBatches(
         split.images,
         split.table.labels,
         sampler if split.rows is None else SubsetSampler(sampler, split.rows),
@@ -332,6 +332,8 @@ def training_batches(recipe: RetrievalRecipe, split: Split, context: RunContext)
         context.workers or 0,
         shard=(context.processes.rank, context.processes.size),
     )
+    batches.item_names = split.table.paths
+    return batches
 
 
 def ordered_batches(

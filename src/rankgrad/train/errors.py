@@ -1,5 +1,11 @@
 """Errors of training. Each message is one sentence for whoever started the run."""
 
+import re
+
+import torch
+
+from rankgrad._messages import format_bytes
+
 
 class TrainingError(RuntimeError):
     """The run cannot continue."""
@@ -28,3 +34,17 @@ class NotFiniteError(ArithmeticError):
     def __init__(self, fact: str, images: str = "") -> None:
         super().__init__(f"{fact}; the batch was images {images}" if images else fact)
         self.fact, self.images = fact, images
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU or on a CPU, where torch raises a plain RuntimeError."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def describe_out_of_memory(error: BaseException) -> str:
+    """One sentence about lack of memory and what to do."""
+    wanted = re.search(r"tried to allocate (\d+) bytes", str(error))
+    what = f" ({format_bytes(int(wanted.group(1)))} more were wanted)" if wanted else ""
+    return f"out of memory{what}: use a smaller --dim, --trunk, --batch-size, --chunk-size or --size"

@@ -20,6 +20,7 @@ from rankgrad._checks import check_count, shape_of
 from rankgrad._device import autocast_disabled
 from rankgrad.train.activation_budget import ActivationBudget, MemoryProbe
 from rankgrad.train.batch_tree import leaves, num_rows, select_rows
+from rankgrad.train.errors import is_out_of_memory
 from rankgrad.train.gradient_check import CheckReport, GradientCheck, live_batch_norms
 from rankgrad.train.processes import ALONE, Processes
 from rankgrad.train.sharding import is_distributed, is_sharded
@@ -213,6 +214,7 @@ class LargeBatch:
         # casts of weights that were made without a graph must not serve the pass with one
         torch.clear_autocast_cache()
         embeddings = torch.cat(parts).requires_grad_()
+        self.embeddings = embeddings.detach()
         value = self._loss_and_gradient(embeddings, labels, scale)
         gradient = torch.zeros_like(embeddings) if embeddings.grad is None else embeddings.grad
         after = RngSnapshot.of(device)
@@ -230,7 +232,7 @@ class LargeBatch:
         if graphs is not None:
             graphs.end_step()
         after.restore()
-        self.embeddings, self.embedding_gradient = embeddings.detach(), gradient
+        self.embedding_gradient = gradient
         return value
 
     def _num_kept(self, signature: Hashable, chunks: int) -> int:
@@ -273,10 +275,12 @@ class LargeBatch:
         if self.processes.size == 1:
             yield
             return
-        mine: torch.OutOfMemoryError | None = None
+        mine: Exception | None = None
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             mine = error
         if self.processes.all_any(mine is not None):
             raise mine or torch.OutOfMemoryError("another process ran out of memory")

@@ -7,7 +7,6 @@ one that never was.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,9 @@ from rankgrad.train.diagnostics import diagnose
 from rankgrad.train.errors import LostProcessError, NotFiniteError, OutOfMemoryError, TrainingError
 from rankgrad.train.journal import JOURNAL, Journal, JsonLines, Tracker, jsonable, provenance
 from rankgrad.train.large_batch import Loss, unwrap_loss
-from rankgrad.train.meters import RunningMean, Throughput
+from rankgrad.train.meters import RecentRate, RunningMean, Throughput
 from rankgrad.train.processes import ALONE, Processes, StopSignal, is_lost_process
-from rankgrad.train.resume import LoopState, restore, run_identity
+from rankgrad.train.resume import TRAIN_FURTHER, LoopState, find_checkpoint, restore, run_identity
 from rankgrad.train.settings import TrainSettings
 from rankgrad.train.train_step import StepOutput, TrainStep
 
@@ -125,8 +124,15 @@ def fit(
         # every step seeds torch's generators; restore the caller's
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         step = TrainStep(
-            model, loss, settings, param_groups, steps_per_epoch=len(batches), device=device, processes=processes
-        )  # fmt: skip
+            model,
+            loss,
+            settings,
+            param_groups,
+            steps_per_epoch=len(batches),
+            device=device,
+            processes=processes,
+            item_names=getattr(batches, "item_names", None),
+        )
         stack.callback(step.release)
         training = _Training(step, batches, store, dict(evaluators), select, dict(identity or {}), trackers, resume_hint)
         return training.run(stack, resume, dict(description or {}))
@@ -156,11 +162,12 @@ class _Training:
         self.state = LoopState()
         self.journal = Journal([])
         self.stop_signal = StopSignal(grace=SIGNAL_GRACE if self.processes.size > 1 else 0.0)
-        self.throughput, self.epoch_loss = Throughput(), RunningMean()
+        self.throughput, self.recent_rate, self.epoch_loss = Throughput(), RecentRate(), RunningMean()
 
     def run(self, stack: contextlib.ExitStack, resume: bool, description: dict[str, Any]) -> FitResult:
         start = time.perf_counter()
-        checkpoint, faults = self._find_checkpoint(resume)
+        checkpoint, faults = find_checkpoint(self.store, self.processes, resume=resume)
+        self._resumed = checkpoint is not None
         if checkpoint is not None:
             self.state = restore(checkpoint, self.step, self.identity, steps_per_epoch=len(self.batches))
             self.processes.on_first(lambda: self.store.rewind_to(checkpoint.step, self.state.best))
@@ -194,7 +201,7 @@ class _Training:
         return FitResult(
             reason=reason,
             step=self.state.step,
-            epoch=self._epoch_number,
+            epoch=self.state.epoch_number,
             metrics=self.state.metrics,
             best=self.state.best,
             folder=self.store.path / folder_name(self.state.step),
@@ -203,11 +210,15 @@ class _Training:
 
     def _train(self) -> str:
         """Trains to the end; returns the reason of the end."""
+        if not self.total and not self._resumed:
+            self._evaluate()
+            self._save()
         while self.state.step < self.total and not self._out_of_patience:
             self.batches.set_epoch(self.state.epoch)
             self.step.train()
             self.epoch_loss.reset()
             self.throughput.reset()
+            self.recent_rate.reset()
             began, first_step = time.perf_counter(), self.state.step
             for position, indices, images, labels in self.batches.iterate(self.state.in_epoch):
                 self._train_step(position, indices, images, labels)
@@ -236,7 +247,7 @@ class _Training:
         is_best = False
         if self.evaluators and (final or (complete and every and (self.state.epoch + 1) % every == 0)):
             is_best = self._evaluate()
-        number = self._epoch_number
+        number = self.state.epoch_number
         if complete:
             self.state.epoch, self.state.in_epoch = self.state.epoch + 1, 0
         every = self.settings.checkpoint_every
@@ -256,18 +267,19 @@ class _Training:
         self.state.step, self.state.in_epoch = self.state.step + 1, position + 1
         self.epoch_loss.add(output.loss)
         self.throughput.add(len(output.labels))
-        note = ""
         if self.state.step % self.settings.log_every == 0 or self.state.step in (1, self.total):
-            note = self._log_step(output)
-        self.progress.advance(note=note)
+            self._log_step(output)
+        # on a GPU the loss is that of the step before, which has arrived: reading this one would synchronise
+        rate, loss = self.recent_rate.add(len(output.labels)), self.step.guard.loss
+        shown = "" if loss is None else f"loss {loss:.4f}, "
+        self.progress.advance(note=f"epoch {self.state.epoch_number}, {shown}{rate:,.0f} images/s")
 
-    def _log_step(self, output: StepOutput) -> str:
+    def _log_step(self, output: StepOutput) -> None:
         self.step.flush()  # what follows synchronises anyway, and cannot make sense of NaN
-        rate = self.throughput.rate(self.device)
         content: dict[str, Any] = {
             "loss": float(output.loss),
             "lr": output.lr,
-            "images_per_second": rate,
+            "images_per_second": self.throughput.rate(self.device),
             "gradient": float(output.gradient),
             "chunk_size": output.chunk_size,
             **(diagnose(output.embeddings, output.labels, unwrap_loss(self.step.loss)) if self.processes.first else {}),
@@ -279,7 +291,6 @@ class _Training:
             content["scale"] = scale
         self._log("step", **content)
         self.throughput.reset()
-        return f"epoch {self._epoch_number}, loss {content['loss']:.4f}, {rate:,.0f} images/s"
 
     def _evaluate(self) -> bool:
         """Runs all evaluators; True if the selecting metric is the best so far."""
@@ -295,35 +306,16 @@ class _Training:
             self._log("eval", split=split, metrics=metrics, seconds=time.perf_counter() - began)
             shown = ", ".join(f"{name} {value:.4f}" for name, value in list(metrics.items())[:4])
             if split == self.select:
-                is_best = self._update_best(metrics)
+                is_best = self.state.update_best(metrics, self.settings.metric, selected_on=split)
             best = " (best)" if is_best and split == self.select else ""
-            self.progress.say(f"epoch {self._epoch_number}, {split}: {shown}{best}")
+            self.progress.say(f"epoch {self.state.epoch_number}, {split}: {shown}{best}")
         self.step.train()
         return is_best
-
-    def _update_best(self, metrics: Mapping[str, float]) -> bool:
-        name = self.settings.metric
-        if name not in metrics:
-            raise ValueError(f"fit: metric must be one of {sorted(metrics)}, which {self.select!r} evaluates, got {name!r}")
-        so_far = -math.inf if self.state.best is None else self.state.best["metrics"][name]
-        if not metrics[name] > so_far:
-            self.state.evaluations_since_best += 1
-            return False
-        self.state.evaluations_since_best = 0
-        self.state.best = {
-            "folder": folder_name(self.state.step),
-            "step": self.state.step,
-            "epoch": self._epoch_number,
-            "metrics": dict(metrics),
-            "metric": name,
-            "selected_on": self.select,
-        }
-        return True
 
     def _save(self, epoch: int | None = None) -> None:
         self.step.flush()
         began = time.perf_counter()
-        number = self._epoch_number if epoch is None else epoch
+        number = self.state.epoch_number if epoch is None else epoch
         metrics = self.state.metrics.get(self.select or "", {})
         state = {
             "position": self.state.as_dict(),
@@ -337,17 +329,7 @@ class _Training:
         )
         self._log("checkpoint", folder=saved.folder.name, seconds=time.perf_counter() - began)
         self.throughput.reset()
-
-    def _find_checkpoint(self, resume: bool) -> tuple[Checkpoint | None, list[str]]:
-        """The checkpoint to continue from, if any, and what is wrong with newer ones."""
-        if resume:
-            return self.processes.on_first(self.store.newest_good)
-        if self.store.pointer("last") is not None:
-            raise ValueError(
-                f"fit: {self.store.path.parent} already holds a run ({self.store.describe_last()}): resume it, or choose "
-                "another folder"
-            )
-        return None, []
+        self.recent_rate.reset()
 
     def _log_start(self, resume: bool, checkpoint: Checkpoint | None, faults: list[str], description: dict[str, Any]) -> None:
         kind = "start" if checkpoint is None else "resume"
@@ -362,6 +344,8 @@ class _Training:
         )
         for fault in faults:
             self._warn(f"skipped a damaged checkpoint: {fault}")
+        if self._resumed and self.state.step == self.total:
+            self.progress.say(f"the run is finished after step {self.total}. {TRAIN_FURTHER}")
         if resume and checkpoint is None:
             self._warn("there is no checkpoint to resume from: the run starts from the beginning")
         if self.select is not None and not self.select.startswith("validation"):
@@ -398,12 +382,7 @@ class _Training:
         return error
 
     def _log(self, kind: str, **content: Any) -> None:
-        self.journal.log(kind, step=self.state.step, epoch=self._epoch_number, **content)
-
-    @property
-    def _epoch_number(self) -> int:
-        """Counted from 1; a finished epoch counts until the next one begins."""
-        return self.state.epoch + 1 if self.state.in_epoch or not self.state.epoch else self.state.epoch
+        self.journal.log(kind, step=self.state.step, epoch=self.state.epoch_number, **content)
 
     @property
     def _out_of_patience(self) -> bool:

@@ -2,15 +2,19 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rankgrad._messages import printable
 from rankgrad.train.errors import NotFiniteError
 
-# indices of a bad batch that an error message lists
-LISTED = 32
+# items of a bad batch that an error message lists: by index, and by name
+LISTED, LISTED_NAMES = 32, 10
+# steps over which the rate shown to the user is averaged
+RECENT_STEPS = 20
 
 
 class RunningMean:
@@ -30,6 +34,23 @@ class RunningMean:
     def value(self) -> float | None:
         """Mean since the last reset, None without values; synchronises."""
         return None if self.total is None else float(self.total) / self.count
+
+
+class RecentRate:
+    """Images per second over the last steps, by the host's clock; does not synchronise."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._points = deque([(time.perf_counter(), 0)], maxlen=RECENT_STEPS + 1)
+
+    def add(self, images: int) -> float:
+        """Counts a step; returns the rate."""
+        now = time.perf_counter()
+        self._points.append((now, self._points[-1][1] + images))
+        start, before = self._points[0]
+        return (self._points[-1][1] - before) / max(now - start, 1e-9)
 
 
 class Throughput:
@@ -66,10 +87,15 @@ class NaNGuard:
 
     Args:
         gradients: also check gradients; False with a scaled loss, where the scaler handles overflow.
+        names: names of the items that indices refer to, such as paths; for messages.
+
+    Attributes:
+        loss: of the last step that was checked, None before the first.
     """
 
-    def __init__(self, *, gradients: bool) -> None:
-        self.gradients = gradients
+    def __init__(self, *, gradients: bool, names: Sequence[str] | None = None) -> None:
+        self.gradients, self.names = gradients, names
+        self.loss: float | None = None
         self._pending: deque[StepValues] = deque()
 
     def add(self, step: int, indices: Tensor, loss: Tensor, gradient_norm: Tensor) -> None:
@@ -97,6 +123,12 @@ class NaNGuard:
         loss, norm = pending.values.tolist()
         for what, value, matters in (("the loss", loss, True), ("the gradient norm", norm, self.gradients)):
             if matters and not torch.isfinite(torch.tensor(value)):
-                listed = ", ".join(map(str, pending.indices[:LISTED].tolist()))
-                more = f" and {len(pending.indices) - LISTED} more" if len(pending.indices) > LISTED else ""
-                raise NotFiniteError(f"step {pending.step}: {what} is {value}", f"{listed}{more}")
+                raise NotFiniteError(f"step {pending.step}: {what} is {value}", self.describe(pending.indices))
+        self.loss = loss
+
+    def describe(self, indices: Tensor) -> str:
+        """The items of a batch, by name where names are known."""
+        count = LISTED if self.names is None else LISTED_NAMES
+        first = indices[:count].tolist()
+        listed = ", ".join(map(str, first) if self.names is None else (printable(self.names[i]) for i in first))
+        return f"{listed} and {len(indices) - count} more" if len(indices) > count else listed

@@ -1,15 +1,19 @@
 """Resuming a run: its position, the proof that it is the same run, and the state that is restored."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rankgrad.data.seeds import derive
-from rankgrad.train.checkpoints import Checkpoint
+from rankgrad.train.checkpoints import Checkpoint, CheckpointStore, folder_name
 from rankgrad.train.large_batch import unwrap_loss
+from rankgrad.train.processes import Processes
 from rankgrad.train.sharding import unwrap_model
 from rankgrad.train.train_step import TrainStep
+
+TRAIN_FURTHER = "To train it further, start a new run from its weights (--weights RUN), or resume it with more --epochs."
 
 
 @dataclass
@@ -22,6 +26,30 @@ class LoopState:
     best: dict[str, Any] | None = None
     evaluations_since_best: int = 0
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def epoch_number(self) -> int:
+        """Counted from 1; a finished epoch counts until the next one begins."""
+        return self.epoch + 1 if self.in_epoch or not self.epoch else self.epoch
+
+    def update_best(self, metrics: Mapping[str, float], metric: str, *, selected_on: str) -> bool:
+        """Records an evaluation that selects; True if it is the best so far."""
+        if metric not in metrics:
+            raise ValueError(f"fit: metric must be one of {sorted(metrics)}, which {selected_on!r} evaluates, got {metric!r}")
+        so_far = -math.inf if self.best is None else self.best["metrics"][metric]
+        if not metrics[metric] > so_far:
+            self.evaluations_since_best += 1
+            return False
+        self.evaluations_since_best = 0
+        self.best = {
+            "folder": folder_name(self.step),
+            "step": self.step,
+            "epoch": self.epoch_number,
+            "metrics": dict(metrics),
+            "metric": metric,
+            "selected_on": selected_on,
+        }
+        return True
 
     def as_dict(self) -> dict[str, Any]:
         values = dict(vars(self))
@@ -66,6 +94,17 @@ def run_identity(step: TrainStep, steps_per_epoch: int, select: str | None) -> d
     }
 
 
+def find_checkpoint(store: CheckpointStore, processes: Processes, *, resume: bool) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to continue from, if any, and what is wrong with newer ones; a collective call."""
+    if resume:
+        return processes.on_first(store.newest_good)
+    if store.pointer("last") is not None:
+        raise ValueError(
+            f"fit: {store.path.parent} already holds a run ({store.describe_last()}): resume it, or choose another folder"
+        )
+    return None, []
+
+
 def restore(checkpoint: Checkpoint, step: TrainStep, identity: Mapping[str, Any], *, steps_per_epoch: int) -> LoopState:
     """Loads a checkpoint into `step` and its model, after checking that it belongs to this run.
 
@@ -76,9 +115,11 @@ def restore(checkpoint: Checkpoint, step: TrainStep, identity: Mapping[str, Any]
     with _explain(checkpoint):
         differences = step.settings.differences(state["settings"]) + _differences(state["identity"], identity)
     if differences:
+        longer = any(phrase.startswith(("epochs ", "steps ")) for phrase in differences)
+        advice = "; to train it for longer, start a new run from its weights (--weights RUN)" if longer else ""
         raise ValueError(
             f"fit: {checkpoint.folder.parents[1]} was started differently ({'; '.join(differences)}): resume with the settings "
-            "it was started with, or choose another folder"
+            f"it was started with, or choose another folder{advice}"
         )
     with _explain(checkpoint):
         position = LoopState.from_dict(state["position"])

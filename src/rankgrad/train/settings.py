@@ -38,7 +38,8 @@ class TrainSettings:
     """Settings of `fit`, validated on construction.
 
     Attributes:
-        epochs: passes over the batches, 0 for no limit. Set `epochs`, `steps` or both; the first limit reached ends the run.
+        epochs: passes over the batches. Set `epochs`, `steps` or both; the first limit reached ends the run. 0 epochs, without
+            `steps`, train nothing: the untrained model is evaluated and saved.
         steps: optimizer steps, one per batch, 0 for no limit.
         optimizer: "adam", "adamw" or "sgd".
         lr: learning rate of parameter groups without their own.
@@ -70,7 +71,7 @@ class TrainSettings:
             state are sharded, FSDP2).
     """
 
-    epochs: int = 0
+    epochs: int | None = None
     steps: int = 0
     optimizer: Optimizer = "adam"
     lr: float = 1e-4
@@ -101,7 +102,9 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         caller = type(self).__name__
-        for name in ("epochs", "steps", "warmup_steps", "evaluate_every", "patience", "checkpoint_every", "seed"):
+        if self.epochs is not None:
+            check_count(self.epochs, name="epochs", caller=caller, least=0)
+        for name in ("steps", "warmup_steps", "evaluate_every", "patience", "checkpoint_every", "seed"):
             check_count(getattr(self, name), name=name, caller=caller, least=0)
         for name in ("log_every", "keep_last"):
             check_count(getattr(self, name), name=name, caller=caller)
@@ -119,8 +122,8 @@ class TrainSettings:
         self._check_combinations(caller)
 
     def _check_combinations(self, caller: str) -> None:
-        if not self.epochs and not self.steps:
-            raise ValueError(f"{caller}: epochs or steps must be above 0, got neither")
+        if self.epochs is None and not self.steps:
+            raise ValueError(f"{caller}: give epochs or steps, got neither")
         if self.warmup_steps and self.warmup_epochs:
             raise ValueError(
                 f"{caller}: give the warm-up in steps or in epochs, got {self.warmup_steps} and {self.warmup_epochs:g}"
@@ -139,15 +142,14 @@ class TrainSettings:
             raise ValueError(f"{caller}: momentum must be below 1, got {self.momentum!r}")
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        limits = [limit for limit in (self.steps, self.epochs * steps_per_epoch) if limit]
-        return min(limits)
+        """Optimizer steps of the whole run."""
+        limits = [limit for limit in (self.steps, (self.epochs or 0) * steps_per_epoch) if limit]
+        return min(limits, default=0)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields in JSON types: tuples become lists."""
-        return {
-            field.name: list(value) if isinstance(value := getattr(self, field.name), tuple) else value
-            for field in dataclasses.fields(self)
-        }
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"epochs": self.epochs or 0}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
         """Why a run started with the settings `saved` cannot be continued with these, one phrase per setting."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rankgrad.train.activation_budget import PROBE, choose_chunk
 from rankgrad.train.batch_tree import num_rows
-from rankgrad.train.errors import NotFiniteError, OutOfMemoryError
+from rankgrad.train.errors import NotFiniteError, OutOfMemoryError, is_out_of_memory
 from rankgrad.train.gradient_check import live_batch_norms
 from rankgrad.train.graphed_model import GraphedModel
 from rankgrad.train.large_batch import GatheringLoss, LargeBatch, Loss, unwrap_loss
@@ -60,6 +60,7 @@ class TrainStep:
         steps_per_epoch: for the schedule.
         device: where to train.
         processes: those that take each step together.
+        item_names: names of the items that indices refer to, for messages.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class TrainStep:
         steps_per_epoch: int,
         device: torch.device,
         processes: Processes = ALONE,
+        item_names: Sequence[str] | None = None,
     ) -> None:
         if processes.size > 1 and not isinstance(loss, GatheringLoss):
             raise ValueError(
@@ -96,7 +98,7 @@ class TrainStep:
         self._factor = schedule(settings, steps_per_epoch)
         self._scaler = torch.amp.GradScaler(device.type) if settings.precision == "fp16" else None
         # the scaler handles gradients that overflow
-        self._guard = NaNGuard(gradients=self._scaler is None)
+        self.guard = NaNGuard(gradients=self._scaler is None, names=item_names)
         self._chunk_is_chosen = settings.chunk_size != "auto"
         chunk_size = 0 if settings.chunk_size == "auto" else settings.chunk_size
         autocast = AUTOCAST[settings.precision]
@@ -138,11 +140,11 @@ class TrainStep:
         if self.settings.channels_last and isinstance(images, Tensor) and images.ndim == 4:
             images = images.contiguous(memory_format=torch.channels_last)
         labels = labels.to(self.device, non_blocking=True)
-        value = self._gradients(step, seed, images, labels, warn)
+        value = self._gradients(step, seed, indices, images, labels, warn)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         length = full_tensors(torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip or math.inf))
-        self._guard.add(step + 1, indices, value, length)
+        self.guard.add(step + 1, indices, value, length)
         if self._scaler is None:
             self.optimizer.step()
         else:
@@ -162,7 +164,7 @@ class TrainStep:
 
     def flush(self) -> None:
         """Checks that all steps so far were finite; synchronises."""
-        self._guard.flush()
+        self.guard.flush()
 
     def scale(self) -> float | None:
         """Scale of the loss under fp16; synchronises. Raises `NotFiniteError` if it has collapsed."""
@@ -197,7 +199,9 @@ class TrainStep:
         if with_chunk_size and state["chunk_size"] is not None:
             self._large.chunk_size, self._chunk_is_chosen = state["chunk_size"], True
 
-    def _gradients(self, step: int, seed: int, images: Any, labels: Tensor, warn: Callable[..., None]) -> Tensor:
+    def _gradients(
+        self, step: int, seed: int, indices: Tensor, images: Any, labels: Tensor, warn: Callable[..., None]
+    ) -> Tensor:
         """Adds the gradients to the parameters and returns the loss; repeats in smaller chunks when memory runs out."""
         if not self._chunk_is_chosen:
             self._large.chunk_size = self._choose_chunk(images)
@@ -213,7 +217,10 @@ class TrainStep:
             torch.manual_seed(seed)
             try:
                 return self._large(images, labels, scale=1.0 if self._scaler is None else self._scaler.scale)
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, ValueError, IndexError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    self._check_embeddings(step, indices, error)
+                    raise
                 detail = str(error).partition("\n")[0]
             # outside the except clause: the traceback would keep the failed pass alive
             for parameter in self.parameters:
@@ -223,6 +230,13 @@ class TrainStep:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             warn(f"out of memory at step {step + 1}, which is repeated: {remedy}", detail=detail)
+
+    def _check_embeddings(self, step: int, indices: Tensor, error: Exception) -> None:
+        """Explains an error of a loss that was given embeddings which are not finite."""
+        embeddings = getattr(self._large, "embeddings", None)
+        if embeddings is not None and not bool(torch.isfinite(embeddings).all()):
+            fact = f"step {step + 1}: the embeddings are NaN or infinite"
+            raise NotFiniteError(fact, self.guard.describe(indices)) from error
 
     def _choose_chunk(self, images: Any) -> int:
         """Chunk size that fits on every process, 0 for the whole batch."""
@@ -283,7 +297,7 @@ def schedule(settings: TrainSettings, steps_per_epoch: int) -> Factor:
     """
     warmup = settings.warmup_steps or round(settings.warmup_epochs * steps_per_epoch)
     total = settings.total_steps(steps_per_epoch)
-    if warmup >= total and warmup:
+    if warmup >= total and warmup and total:
         raise ValueError(f"fit: warm-up must be shorter than the run of {total} steps, got {warmup} steps")
 
     def shape(step: int) -> float:

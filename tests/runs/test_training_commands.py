@@ -1,0 +1,38 @@
+"""`rankgrad train`: flags that have no effect are refused, no epochs test the untrained network."""
+
+import json
+
+import pytest
+import torch
+
+from rankgrad import cli
+
+
+def train(*arguments):
+    return cli.main(["train", *map(str, arguments), "--device", "cpu", "--cache", "none", "--no-tensorboard"])
+
+
+@pytest.mark.parametrize("flag", ["--evaluate-every", "--patience"])
+def test_evaluation_without_validation_classes_is_refused(tree, tmp_path, capsys, flag):
+    common = ("cub-recall-at-k", "--data", tree("cub"), "--debug", "--out", tmp_path / "run", flag, 2)
+    with pytest.raises(SystemExit):
+        train(*common, "--validation", "none")
+    assert f"{flag} needs classes to evaluate on while training: add --validation half" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_epochs_test_the_untrained_network(tree, tmp_path):
+    run = tmp_path / "run"
+    assert train("cub-recall-at-k", "--data", tree("cub"), "--debug", "--epochs", 0, "--out", run) == 0
+    assert (run / "eval" / "test" / "result.json").is_file()
+    assert json.loads((run / "checkpoints" / "last.json").read_text())["step"] == 0
+    assert cli.main(["eval", str(run), "--device", "cpu", "--cache", "none"]) == 0
+
+
+def test_a_model_that_does_not_fit_in_memory_is_one_sentence(tree, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("rankgrad.runs.pipeline.start_run", lambda *args, **options: torch.empty(10**15))
+    assert train("cub-recall-at-k", "--data", tree("cub"), "--debug", "--out", tmp_path / "run") == 2
+    assert capsys.readouterr().err == (
+        "rankgrad train: out of memory (3,638.0 TiB more were wanted): "
+        "use a smaller --dim, --trunk, --batch-size, --chunk-size or --size\n"
+    )
