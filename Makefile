@@ -5,15 +5,16 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lowest lint format trials
+.PHONY: help demo test test-lowest lint format trials release-check
 
 help:
-	@echo "make demo         train on the built-in glyphs with several losses and compare them (minutes, no download)"
-	@echo "make test         lint, types, all tests"
-	@echo "make test-lowest  tests of the core and of training with the lowest versions that pyproject.toml permits"
-	@echo "make lint         lint and types only"
-	@echo "make format       let ruff rewrite what it can"
-	@echo "make trials       kill and resume 50 runs and 18 of two processes, 1,200 cases of bad input, 10 minutes of training watched for leaks"
+	@echo "make demo           train on the built-in glyphs with several losses and compare them (minutes, no download)"
+	@echo "make test           lint, types, all tests"
+	@echo "make test-lowest    tests of the core and of training with the lowest versions that pyproject.toml permits"
+	@echo "make lint           lint and types only"
+	@echo "make format         let ruff rewrite what it can"
+	@echo "make release-check  build wheel and sdist, check them, install the wheel in a new environment and use it, then test-lowest"
+	@echo "make trials         kill and resume 50 runs and 18 of two processes, 1,200 cases of bad input, 10 minutes of training watched for leaks"
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -36,7 +37,7 @@ LOWEST := .venv-lowest
 $(LOWEST)/.installed: pyproject.toml tests/lowest-versions.txt
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/lowest-versions.txt \
-		--editable '.[glyphs,train]' hypothesis pytest
+		--editable '.[glyphs,train]' hypothesis pytest pytorch-metric-learning==2.9.0 scikit-learn
 	touch $@
 
 test-lowest: $(LOWEST)/.installed
@@ -51,3 +52,6 @@ trials: $(INSTALLED)
 	$(BIN)/python -m benchmarks.trials.kill --trials 18 --processes 2
 	$(BIN)/python -m benchmarks.trials.fuzz --cases 1200 --commands 36
 	$(BIN)/python -m benchmarks.trials.soak --minutes 10
+
+release-check: test-lowest
+	.ci/release-check $(PYTHON)

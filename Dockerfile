@@ -1,0 +1,25 @@
+# CPU:   docker build -t rankgrad .
+# CUDA:  docker build -t rankgrad:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .
+#
+#   docker run --rm rankgrad demo
+#   docker run --rm --gpus all --shm-size 8g -v "$PWD:/work" rankgrad:cuda train --data /work/images --out /work/runs/mine
+FROM python:3.12-slim
+
+# Triton compiles a small launcher at run time
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+
+# torch brings CUDA's libraries with it, so both images have the same base
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN pip install --no-cache-dir torch torchvision --index-url "$TORCH_INDEX"
+
+COPY pyproject.toml README.md LICENSE /src/
+COPY src /src/src
+RUN pip install --no-cache-dir "/src[all]" && rm -rf /src
+
+RUN useradd --create-home rankgrad
+USER rankgrad
+WORKDIR /work
+ENTRYPOINT ["rankgrad"]
+CMD ["--help"]
