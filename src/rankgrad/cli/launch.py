@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -46,7 +47,9 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     command = ["--standalone", f"--nproc-per-node={processes}", "--max-restarts=0", "-m", "rankgrad.cli", *arguments]
     try:
-        run(parse_args(command))
+        # torchrun would make a folder for its records and leave it
+        with tempfile.TemporaryDirectory(prefix="rankgrad-launch-") as records:
+            run(parse_args([f"--log-dir={records}", *command]))
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: (_blame(item[1].exitcode), item[1].timestamp, item[0]))
         first = error.failures.get(0)

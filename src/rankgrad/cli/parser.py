@@ -1,4 +1,4 @@
-"""A command line from the settings of a recipe: every setting a flag, and a sentence with the nearest one for a wrong flag."""
+"""Parsers: every setting of a recipe is a flag, and a wrong flag is answered in one sentence."""
 
 import argparse
 import re
@@ -16,7 +16,7 @@ QUOTES = "'\""
 
 
 def device_named(name: str) -> torch.device:
-    """What `--device NAME` means; "auto" is a GPU where there is one."""
+    """The device of `--device NAME`; "auto" is a GPU where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -29,14 +29,14 @@ def device_named(name: str) -> torch.device:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one sentence, with a suggestion, and status 2."""
+    """An argument parser that reports an error in one sentence, with a suggestion, and exits with status 2."""
 
     def __init__(self, prog: str, description: str, **options: Any) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False, **options)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Like `parse_args`, and an unknown flag is answered with the nearest known one."""
-        # what follows a wrong flag may look like a positional argument, so flags are looked at first
+        """Like `parse_args`, but suggests a flag for an unknown one."""
+        # the value of an unknown flag may look like a positional argument, so check the flags first
         for argument in arguments:
             if argument == "--":
                 break
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
                 hint = did_you_mean(flag, self._option_string_actions, cutoff=0.65, otherwise="--help lists all")
                 self.error(f"unknown flag {flag}: {hint}")
             if flag.startswith("--") and value == "--":
-                # argparse would take it for the end of the flags, and the flag for one of many values
+                # argparse would take it for the end of the flags
                 self.error(f"{flag} needs a value, got '--'")
         return self.parse_args(list(arguments))
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import rankgrad as rg
+from rankgrad._messages import Progress
 from rankgrad.report.figures import glyph_components
 from rankgrad.report.figures.style import Theme, annotate, log_axis, name_ends, new_figure, style_axes, three_panels
 
@@ -100,13 +101,15 @@ def compute(
     batches = [batch_of(seen_labels, rng) for _ in range(4)]
     close = np.array([[approximation(seen[batch], seen_labels[batch], each) for batch in batches] for each in bins])
     found, times = np.empty((len(bins), seeds, 2)), []
-    for row, each in enumerate(bins):
-        took: list[float] = []
-        for seed in range(seeds):
-            weights, steps_took = train(seen, seen_labels, bins=each, steps=steps, seed=seed)
-            found[row, seed] = quality(unseen @ weights, unseen_labels)
-            took += steps_took
-        times.append(float(np.median(took)))
+    with Progress(len(bins) * seeds, "fastap-bins", unit="trainings") as progress:
+        for row, each in enumerate(bins):
+            took: list[float] = []
+            for seed in range(seeds):
+                weights, steps_took = train(seen, seen_labels, bins=each, steps=steps, seed=seed)
+                found[row, seed] = quality(unseen @ weights, unseen_labels)
+                took += steps_took
+                progress.advance()
+            times.append(float(np.median(took)))
     return Bins(
         bins=bins,
         error=close[..., 0],
