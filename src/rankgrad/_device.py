@@ -1,5 +1,6 @@
-"""What a device has left, and what a failed capture of a CUDA graph leaves behind."""
+"""Memory of a device, autocast, and what a failed capture of a CUDA graph leaves behind."""
 
+import gc
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ def _available_in_container() -> int | None:
 def autocast_disabled(device: torch.device) -> Any:
     """A context in which autocast leaves operations on `device` in their own precision: ranks of 16-bit scores lose order."""
     return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
+
+
+def release_memory(device: torch.device) -> None:
+    """Return unused memory of a GPU to the system, with the cuBLAS workspaces that torch keeps for every stream it has seen."""
+    if device.type == "cuda":
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001  torch has no public name for it
+        torch.cuda.empty_cache()
 
 
 def forget_failed_capture(device: torch.device) -> None:

@@ -46,7 +46,8 @@ def run(loss: rg.RankLoss, *tensors: Tensor | None, dtype: torch.dtype = torch.f
     """Value and gradients of embeddings, labels and perhaps references, as float64."""
     leaves = [t.detach().to(dtype).requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
     value = loss(*leaves, **options)
-    (value * 3).sum().backward()  # a gradient that ignored what follows the loss would be seen
+    # a gradient that ignored what follows the loss would be seen; a power of two: a captured call scales its gradient last
+    (value * 4).sum().backward()
     grads = [t.grad for t in leaves if t is not None and t.is_floating_point()]
     return [t.detach().double() for t in (value, *grads)]
 
@@ -199,7 +200,7 @@ def test_captured_calls_equal_plain_ones_also_when_two_are_pending():
         leaves = [e.clone().requires_grad_() for e, _ in (small, large)]
         values = [captured(leaf, labels) for leaf, (_, labels) in zip(leaves, (small, large), strict=True)]
         for leaf, value, example in reversed(list(zip(leaves, values, (small, large), strict=True))):
-            (value * 3).backward()
+            (value * 4).backward()
             expected = run(plain, *example)
             assert error(value.detach().double(), expected[0]) < 1e-6
             assert error(leaf.grad.double(), expected[1]) < 1e-4

@@ -1,7 +1,6 @@
 """One optimizer step: gradients in any number of chunks, optimizer, learning-rate schedule, recovery from lack of memory."""
 
 import bisect
-import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from rankgrad._device import release_memory
 from rankgrad.train.activation_budget import PROBE, choose_chunk
 from rankgrad.train.batch_tree import num_rows
 from rankgrad.train.errors import NotFiniteError, OutOfMemoryError, is_out_of_memory
@@ -119,9 +119,7 @@ class TrainStep:
         clear = getattr(unwrap_loss(self.loss), "clear_graphs", None)
         if callable(clear):
             clear()
-        if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        release_memory(self.device)
 
     def gather_weights(self) -> None:
         """Copies the trained weights to the model that was passed in; a collective call."""
