@@ -34,6 +34,7 @@ NAMES = [
     "SmoothAPLoss",
     "WeightedRecall",
     "evaluate",
+    "load",
 ]
 
 # positional arguments and their defaults
@@ -61,6 +62,7 @@ SIGNATURES = {
     "ScoreMemory": {"loss": ..., "size": ...},
     "DistributedRankLoss": {"loss": ..., "group": None},
     "LargeBatch": {"model": ..., "loss": ..., "chunk_size": ..., "keep": "auto", "autocast": None},
+    "load": {"path": ..., "device": "auto", "checkpoint": None},
     "evaluate": {"embeddings": ..., "labels": ..., "ref_emb": None, "ref_labels": None},
     "MulticlassRankLoss": {"loss": None, "interclass": 1 / 3, "memory": 0},
 }

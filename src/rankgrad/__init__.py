@@ -1,5 +1,8 @@
 """Train on the metric you report: rank-based losses for retrieval, with batches as large as the metric needs."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
 from rankgrad.eval import Result, evaluate
 from rankgrad.losses.average_precision import AveragePrecision, FastAPLoss, RamboAPLoss, SmoothAPLoss
 from rankgrad.losses.distributed import DistributedRankLoss
@@ -20,6 +23,11 @@ from rankgrad.losses.simix import SiMix
 from rankgrad.ops.autograd import Ranks
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Sigmoid
 from rankgrad.train.large_batch import LargeBatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from rankgrad.search.trained_model import TrainedModel
 
 __version__ = "0.1.0"
 
@@ -51,4 +59,30 @@ __all__ = [
     "SmoothAPLoss",
     "WeightedRecall",
     "evaluate",
+    "load",
 ]
+
+
+def load(
+    path: str | Path,
+    device: "torch.device | str" = "auto",
+    checkpoint: Literal["best", "last"] | None = None,
+    *,
+    trust_code: bool = False,
+) -> "TrainedModel":
+    """Load the model of a run folder, to embed and search images with it.
+
+        model = rg.load("runs/pets")
+        model.embed("cat.jpg")                             # [d], of length 1; lists, arrays, tensors and folders work, too
+        model.search("cat.jpg", "photos-embedded", k=5)    # the five nearest: row, score, label, path
+
+    Args:
+        path: the folder that `rankgrad train` wrote.
+        device: where to compute; "auto" is a GPU where there is one.
+        checkpoint: "best" or "last"; by default the best where there is one.
+        trust_code: allow the run to name a function of yours as its trunk (`package.module:factory`), which is imported and
+            called.
+    """
+    from rankgrad.search import trained_model
+
+    return trained_model.load(path, device, checkpoint, trust_code=trust_code)

@@ -100,7 +100,10 @@ def test_neighbours_that_disagree_with_each_other_suggest_nothing():
 
 
 def test_the_command_writes_lists_and_a_page(folder, capsys):
-    assert cli.main(["duplicates", str(folder), "--threshold", "0.99", "--quiet"]) == 0
+    assert (
+        cli.main(["duplicates", str(folder), "--threshold", "0.99", "--quiet", "--images", str(folder.parent / "pictures")])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "2 near-duplicates in 2 groups (cosine 0.99 or more)" in out
     assert "1 likely label error (all 5 nearest neighbours carry another label)" in out

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from typing import NoReturn
 
 from rankgrad._messages import did_you_mean, install_hint
@@ -37,6 +38,8 @@ INTERRUPTED, CLOSED_PIPE = 130, 141
 
 # shows where an error came from, for whoever wants to report it
 TRACEBACK = "--traceback"
+# lets a run name a function as its trunk, which is imported and called; see rankgrad.models.trust_factory
+TRUST_CODE = "--trust-code"
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    whole = TRACEBACK in arguments
-    arguments = [argument for argument in arguments if argument != TRACEBACK]
+    whole, trusting = TRACEBACK in arguments, TRUST_CODE in arguments
+    arguments = [argument for argument in arguments if argument not in (TRACEBACK, TRUST_CODE)]
+    _trust_factories(arguments, everything=trusting)
     command = " ".join(["rankgrad", *arguments[: 2 if arguments[:1] == ["detect"] else 1]])
     try:
         return call_verb(VERBS, arguments, command="rankgrad", version=f"rankgrad {_version()}")
@@ -131,6 +135,18 @@ def _run(arguments: list[str]) -> int:
         return report_error(command, _for_the_command_line(error))
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _trust_factories(arguments: list[str], *, everything: bool) -> None:
+    """Trust the trunk that the user typed, `--trunk package.module:factory`, or with `--trust-code` any that a run names."""
+    typed = [value for flag, value in pairwise(arguments) if flag == "--trunk"]
+    typed += [argument.partition("=")[2] for argument in arguments if argument.startswith("--trunk=")]
+    names = ["*"] if everything else [name for name in typed if ":" in name]
+    if names:
+        from rankgrad.models import trust_factory
+
+        for name in names:
+            trust_factory(name)
 
 
 def call_verb(verbs: Mapping[str, Verb], arguments: list[str], *, command: str, version: str = "") -> int:

@@ -27,8 +27,10 @@ MOST_PICTURE_BYTES = 20_000_000
 def main(arguments: list[str]) -> int:
     """Find near-duplicates and likely label errors; write two CSV files and a page with pictures."""
     options = _options(arguments)
-    searcher = Searcher.open(options.embeddings, exact=options.exact)
+    searcher = Searcher.open(options.embeddings, exact=options.exact, images=options.images)
     gallery = searcher.gallery
+    if not options.no_pictures:
+        gallery.check_images()
     if len(gallery) < 2:
         raise ValueError(f"{options.embeddings} holds {plural(len(gallery), 'image')}: there is nothing to compare it with")
     # some neighbours may have no label
@@ -85,6 +87,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add("--agreement", type=float, default=0.6, help="fraction of them with the same other label (default: %(default)s)")
     add("--out", type=Path, metavar="DIR", help="where to write (default: EMB)")
     add("--most", type=int, default=100, metavar="N", help="groups and errors shown on the page (default: %(default)s)")
+    add("--images", type=Path, metavar="DIR", help="folder of the images, where it moved or EMB is someone else's")
     add("--exact", action="store_true", help="search exactly, without the index")
     add("--no-pictures", action="store_true", help="leave the pictures out of the page")
     add("--quiet", action="store_true", help="show no progress")

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rankgrad._checks import check_choice, check_count, check_positive, check_tensor, shape_of
+from rankgrad._device import autocast_disabled
 from rankgrad.models.frozen_norm import use_frozen_norm
 from rankgrad.models.pooling import First, GeM, Maximum, Mean
 from rankgrad.models.trunks import IMAGENET_MEAN, IMAGENET_STD, Trunk, build_trunk
@@ -85,7 +86,7 @@ class Head(nn.Module):
         self.linear = nn.Linear(channels, spec.dim) if spec.dim else None
 
     def forward(self, features: Tensor) -> Tensor:
-        with _without_autocast(features.device.type):
+        with autocast_disabled(features.device):
             embeddings = self.pooled(features)
             if self.linear is not None:
                 embeddings = self.linear(embeddings.to(self.linear.weight.dtype))
@@ -93,7 +94,7 @@ class Head(nn.Module):
 
     def pooled(self, features: Tensor) -> Tensor:
         """[B, channels], the input of the linear layer."""
-        with _without_autocast(features.device.type):
+        with autocast_disabled(features.device):
             pooled: Tensor = self.pool(_at_least_float32(features))
             if self.l2_pooled:
                 pooled = F.normalize(pooled)
@@ -239,11 +240,6 @@ def _batch_norms(module: nn.Module) -> Iterator[nn.Module]:
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
-    # devices without autocast, such as meta, refuse even to disable it
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankgrad._files import atomic_folder
-from rankgrad._messages import Progress, first_ten, plural, printable
+from rankgrad._messages import Progress, first_ten, install_hint, plural, printable
 from rankgrad.data.image_files import UnreadableImageError
 from rankgrad.data.readers.manifest import BOX
 from rankgrad.data.table import Table
@@ -222,7 +222,7 @@ def embed_images(
         say: receives the list of skipped images.
     """
     if ids == "parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ValueError("a list of images as parquet needs pyarrow: pip install 'rankgrad[search]', or use --ids csv")
+        raise ValueError(f"a list of images as parquet needs pyarrow: use --ids csv, or {install_hint('search')}")
     with atomic_folder(folder) as unfinished:
         bad: list[UnreadableImageError] = []
         rows: list[int] = []
