@@ -1,6 +1,7 @@
 """The page as a reader gets it: right numbers, nothing from outside, nothing that breaks it."""
 
 import base64
+import hashlib
 import io
 import json
 import re
@@ -13,6 +14,7 @@ from PIL import Image
 from report.html_tree import Node, parsed, rows_of
 from report.run_folders import copied, make_data, write_journal, write_run, write_test
 
+import rankgrad.report
 from rankgrad.cli.show_commands import report
 from rankgrad.report.markup import MINUS
 from rankgrad.report.page import page
@@ -34,6 +36,7 @@ SECTIONS = [
     "events",
 ]
 DASH = "\N{EN DASH}"
+SCRIPT = (Path(rankgrad.report.__file__).parent / "page.js").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -166,20 +169,27 @@ def test_colours_of_charts_are_in_the_style_sheet(html, both):
 
 def assert_self_contained(html: str) -> None:
     tree = parsed(html)
-    for tag in ("script", "link", "iframe", "object", "embed", "base", "form", "video", "audio"):
+    for tag in ("link", "iframe", "object", "embed", "base", "form", "video", "audio"):
         assert not tree.all(tag)
+    *blocks, script = tree.all("script")
+    assert script.text() == SCRIPT, "one script, as it was written"
+    for block in blocks:
+        assert block.attributes["type"] == "application/json"
+        json.loads(block.text())
     nodes = [node for tag in ("img", "a", "svg", "image", "use", "div", "span", "p", "td", "meta") for node in tree.all(tag)]
     for node in nodes:
         for name, value in node.attributes.items():
             assert not name.startswith("on"), f"{node.tag} has a handler: {name}"
             if name in ("src", "href", "srcset", "xlink:href"):
-                assert (value or "").startswith(("data:image/jpeg;base64,", "#")), value
+                assert (value or "").startswith(("data:image/webp;base64,", "#")), value
     style = tree.one("style").text()
     assert "url(" not in style
     assert "@import" not in style
     policy = tree.all("meta")[1].attributes
     assert policy["http-equiv"] == "Content-Security-Policy"
-    assert policy["content"] == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    expected = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert policy["content"] == expected, "nothing but this very script may run"
 
 
 def test_the_page_asks_for_nothing(html):
@@ -224,7 +234,7 @@ def test_pictures_are_small_and_of_the_right_file(run, data):
     path = (first.attributes["alt"] or "").rpartition(", ")[0]
     shown = Image.open(io.BytesIO(base64.b64decode((first.attributes["src"] or "").partition(",")[2]))).convert("RGB")
     original = Image.open(data.root / path).convert("RGB")
-    assert max(shown.size) <= 96
+    assert max(shown.size) <= 128
     assert np.abs(np.asarray(shown, float) - np.asarray(original.resize(shown.size), float)).mean() < 12
 
 

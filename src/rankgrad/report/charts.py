@@ -36,12 +36,13 @@ class Series:
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of a scatter plot; `about` is its tooltip."""
+    """A point of a scatter plot; `about` is its tooltip, `item` the number of its table and its row there."""
 
     x: float
     y: float
     colour: str
     about: str = ""
+    item: str = ""
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,9 @@ def scatter(
     radius = 2.2 if small else 3
     for dot in dots:
         tip = f"<title>{text(dot.about)}</title>" if dot.about else ""
+        item = f' data-item="{text(dot.item)}"' if dot.item else ""
         drawn.append(
-            f'<circle cx="{across(dot.x):.1f}" cy="{up(dot.y):.1f}" r="{radius}" class="f-{dot.colour}">{tip}</circle>'
+            f'<circle cx="{across(dot.x):.1f}" cy="{up(dot.y):.1f}" r="{radius}" class="f-{dot.colour}"{item}>{tip}</circle>'
         )
     return figure(title, about, f"{len(dots):,} points", drawn, height, legend, class_="dots")
 

@@ -17,7 +17,7 @@ from rankgrad.report.thumbnails import Thumbnails, answers, nearest_of, query_ce
 
 SAMPLES = 1000
 LEVEL = 0.95
-ROWS = 4
+ROWS = 2
 STRIP = 5
 """Neighbours of each run in a row of a comparison."""
 
@@ -156,7 +156,12 @@ def _rows(tests: Mapping[str, Evaluation], queries: Index, thumbnails: Thumbnail
             )
         about = f"rank {ranks[0]} \N{RIGHTWARDS ARROW} {ranks[1]}"
         rows.append(
-            element("div", query_cell(base, query, thumbnails, about), element("div", *strips, class_="strips"), class_="found")
+            element(
+                "div",
+                query_cell(base, query, thumbnails, about),
+                element("div", *strips, class_="strips several"),
+                class_="found",
+            )
         )
     return "".join(rows)
 

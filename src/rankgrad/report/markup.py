@@ -1,5 +1,7 @@
 """HTML as text. Everything read from files goes through `text`, so that a label or a path can never be markup."""
 
+import base64
+import hashlib
 import html
 import math
 from collections.abc import Iterable, Sequence
@@ -105,15 +107,31 @@ def cut_middle(name: str, most: int) -> str:
     return f"{name[:front]}\N{HORIZONTAL ELLIPSIS}{name[-(most - 1 - front) :]}"
 
 
-def document(title: str, about: str, sections: Iterable[Section]) -> str:
-    """One HTML document of the sections that have content."""
+def document(
+    title: str, about: str, sections: Iterable[Section], *, script: str = "", data: Iterable[tuple[str, str]] = ()
+) -> str:
+    """One HTML document of the sections that have content.
+
+    Args:
+        title: heading of the page.
+        about: line below it.
+        sections: parts of the page; those without content are left out.
+        script: JavaScript that may run; nothing else on the page can.
+        data: JSON for the script by name, escaped.
+    """
     shown = [section for section in sections if section[2]]
     links = "".join(element("li", element("a", text(name), href=f"#{anchor}")) for anchor, name, _ in shown)
     body = "".join(element("section", element("h2", text(name)), content, id=anchor) for anchor, name, content in shown)
+    policy = POLICY
+    tail = "".join(f'<script type="application/json" id="data-{text(name)}">{block}</script>' for name, block in data)
+    if script:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+        policy += f"; script-src 'sha256-{digest}'"
+        tail += f"<script>{script}</script>"
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{text(POLICY)}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{text(policy)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{text(title)} \N{MIDDLE DOT} rankgrad report</title><style>{style}</style></head><body>"
@@ -124,7 +142,7 @@ def document(title: str, about: str, sections: Iterable[Section]) -> str:
             body,
             element("footer", text(f"rankgrad {_version()}. All numbers are read from the run folders.")),
         )
-        + "</body></html>\n"
+        + f"{tail}</body></html>\n"
     )
 
 

@@ -1,11 +1,13 @@
 """The page about retrieval runs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rankgrad.report.comparison import differing_settings, won_and_lost
 from rankgrad.report.examples import best_and_worst, confusion_cards
-from rankgrad.report.groups import chosen_groups
+from rankgrad.report.explorer import explorer
+from rankgrad.report.groups import EvaluationGroup, chosen_groups
 from rankgrad.report.headline import description, numbers, side_by_side
 from rankgrad.report.learning_curves import diagnostics, events, learning
 from rankgrad.report.markup import Cell, Section, absent, details, document, element, number, paragraph, table, text
@@ -14,6 +16,8 @@ from rankgrad.report.run_reader import Evaluation, Run, float_of
 from rankgrad.report.thumbnails import Thumbnails
 
 ROWS_ALONE, ROWS_EACH = 5, 3
+# where the script puts the queries; without it the examples stay
+MOUNT = '<div class="explorer" id="explorer" hidden=""></div>'
 
 
 def page(runs: Sequence[Run], *, split: str | None = None, thumbnails: Thumbnails | None = None) -> str:
@@ -27,12 +31,17 @@ def page(runs: Sequence[Run], *, split: str | None = None, thumbnails: Thumbnail
     thumbnails = thumbnails or Thumbnails()
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     about = description(runs[0]) if len(runs) == 1 else ", ".join(run.name for run in runs)
-    return document(title, about, _sections(runs, split, thumbnails))
-
-
-def _sections(runs: Sequence[Run], split: str | None, thumbnails: Thumbnails) -> list[Section]:
-    alone = len(runs) == 1
     groups = chosen_groups(runs, split)
+    # its thumbnails first, so that the remarks in the last section know of them
+    data = explorer(groups, thumbnails)
+    script = Path(__file__).with_name("page.js").read_text(encoding="utf-8") if data else ""
+    return document(title, about, _sections(runs, groups, split, thumbnails), script=script, data=data)
+
+
+def _sections(
+    runs: Sequence[Run], groups: Sequence[EvaluationGroup], split: str | None, thumbnails: Thumbnails
+) -> list[Section]:
+    alone = len(runs) == 1
     sections = [
         ("numbers", "Numbers", numbers(runs[0], split) if alone else side_by_side(runs)),
         ("learning", "Learning curves", learning(runs)),
@@ -43,10 +52,11 @@ def _sections(runs: Sequence[Run], split: str | None, thumbnails: Thumbnails) ->
     if not alone:
         sections.append(("wins", "Won and lost", won_and_lost(groups, thumbnails)))
     each = ROWS_ALONE if alone else ROWS_EACH
+    examples = _of_each(runs, split, lambda test: best_and_worst(test, thumbnails, each=each))
     sections += [
-        ("queries", "Queries", _of_each(runs, split, lambda test: best_and_worst(test, thumbnails, each=each))),
+        ("queries", "Queries", MOUNT + element("div", examples, class_="static")),
         ("confusions", "Confusions", _of_each(runs, split, lambda test: confusion_cards(test, thumbnails))),
-        ("map", "Map of the embeddings", embedding_map(groups)),
+        ("map", "Map of the embeddings", embedding_map(groups, thumbnails)),
         ("settings", "Settings", settings(runs)),
         ("hardware", "Hardware and versions", hardware(runs)),
         ("events", "Events", events(runs)),

@@ -17,7 +17,8 @@ from rankgrad.report.groups import EvaluationGroup, GroupMember
 from rankgrad.report.headline import every_metric
 from rankgrad.report.markup import absent, element, percent, text
 from rankgrad.report.rank_statistics import RECALLS, RankStatistics, bin_names, cut_offs, hit_rates, rank_statistics, sample
-from rankgrad.report.run_reader import Evaluation
+from rankgrad.report.run_reader import Evaluation, Index, ItemTable
+from rankgrad.report.thumbnails import Thumbnails
 
 MAX_CATEGORIES = 40
 # more points take t-SNE minutes and the page megabytes
@@ -173,7 +174,7 @@ def _categories(group: EvaluationGroup) -> str:
     return element("div", *drawn, class_="charts")
 
 
-def embedding_map(groups: Sequence[EvaluationGroup]) -> str:
+def embedding_map(groups: Sequence[EvaluationGroup], thumbnails: Thumbnails) -> str:
     """The embeddings in two dimensions, neighbours near each other."""
     drawn = []
     members = [member for group in groups for member in group.members]
@@ -185,16 +186,21 @@ def embedding_map(groups: Sequence[EvaluationGroup]) -> str:
         if test.embeddings is None or test.table is None or len(test.table) < 3:
             drawn.append(absent(f"{prefix}A map needs embeddings.npy and table.csv of a test with at least three images."))
             continue
-        rows = sample(len(test.table), MAX_POINTS)
+        rows = map_items(test.table)
         vectors = np.asarray(test.embeddings[rows], dtype=np.float32)
         if not np.isfinite(vectors).all():
             drawn.append(absent(f"{prefix}The embeddings are not all finite."))
             continue
-        drawn.append(_maps(member, rows, vectors, several=len(members) > 1))
+        drawn.append(_maps(member, rows, vectors, thumbnails.number(test.table), several=len(members) > 1))
     return element("div", *drawn, class_="charts") if any(part.startswith("<figure") for part in drawn) else "".join(drawn)
 
 
-def _maps(member: GroupMember, rows: NDArray[np.int64], vectors: NDArray[np.float32], *, several: bool) -> str:
+def map_items(table: ItemTable) -> Index:
+    """Items that a map shows."""
+    return sample(len(table), MAX_POINTS)
+
+
+def _maps(member: GroupMember, rows: Index, vectors: NDArray[np.float32], table: int, *, several: bool) -> str:
     """One run has maps by class, by category and by first answer, each of several runs the first of these."""
     test = member.evaluation
     assert test.table is not None
@@ -203,7 +209,10 @@ def _maps(member: GroupMember, rows: NDArray[np.int64], vectors: NDArray[np.floa
     names = [", ".join(filter(None, (test.table.caption(row), test.table.categories[row]))) for row in rows.tolist()]
     drawn = []
     for title, colours, legend in _colourings(test, rows):
-        dots = [Dot(x, y, colour, name) for (x, y), colour, name in zip(places.tolist(), colours, names, strict=True)]
+        dots = [
+            Dot(x, y, colour, name, f"{table} {row}")
+            for (x, y), colour, name, row in zip(places.tolist(), colours, names, rows.tolist(), strict=True)
+        ]
         about = f"{title}. " if several else ""
         drawn.append(
             scatter(dots, title=member.name if several else title, about=f"{about}{method}; {told}.", legend=legend, small=True)
@@ -227,7 +236,8 @@ def _by_class(test: Evaluation, rows: NDArray[np.int64]) -> Colouring:
     number = {name: place for place, name in enumerate(sorted(set(names)))}
     colours = [f"c{number[name] % CLASS_COLOURS}" for name in names]
     legend = [(name, f"c{place}") for name, place in number.items()] if len(number) <= CLASS_COLOURS else []
-    return "By class", colours, legend
+    title = "By class" if legend else f"By class ({len(number):,} classes in {CLASS_COLOURS} colours)"
+    return title, colours, legend
 
 
 def _by_category(test: Evaluation, rows: NDArray[np.int64]) -> Colouring | None:
