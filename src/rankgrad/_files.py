@@ -153,7 +153,7 @@ class FileLock:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 if not self._lock(descriptor):
-                    raise LockedError(f"{self.refusal}{_owner_text(self._owner())}")
+                    raise LockedError(f"{self.refusal}{_owner_text(self._owner(), self.path)}")
                 # the owner before may have removed the name between open and lock
                 if _is_same_file(descriptor, self.path):
                     os.ftruncate(descriptor, 0)
@@ -202,11 +202,14 @@ class FileLock:
             return None
 
 
-def _owner_text(owner: tuple[int, str] | None) -> str:
+def _owner_text(owner: tuple[int, str] | None, path: Path) -> str:
     if owner is None:
         return " by another process"
     pid, host = owner
-    return f" by process {pid}" if host == socket.gethostname() else f" by process {pid} on {host}"
+    if host == socket.gethostname():
+        return f" by process {pid}"
+    # where the file system has no locks, nobody here can tell whether a process of another host still runs
+    return f" by process {pid} on {host}; if it no longer runs there, delete {path}"
 
 
 def _is_running(pid: int) -> bool:

@@ -133,19 +133,19 @@ def test_a_report_reads_a_whole_test(tested):
 def test_a_report_waits_for_no_pipe(name, tested):
     (tested / name).unlink()
     os.mkfifo(tested / name)
-    assert problems_of(tested) == [f"eval/test/{name} is no file"]
+    assert problems_of(tested) == [f"eval/test/{name} is not a file"]
 
 
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ({"first_rank": np.array(["a", "b"])}, "holds first_rank of another kind"),
-        ({"index": np.array([0.0, 1.0])}, "holds index of another kind"),
-        ({"index": np.array([-1, 0])}, "holds index of another kind"),
-        ({"neighbours": np.full((2, 3), -1)}, "holds neighbours of another kind"),
-        ({"neighbours": np.zeros((2, 3), int), "scores": np.zeros((2, 2))}, "holds scores of another kind"),
-        ({"first_rank": np.array(3)}, "does not hold one row per query"),
-        ({"first_rank": np.zeros(2, "M8[s]")}, "holds first_rank of another kind"),
+        ({"first_rank": np.array(["a", "b"])}, "has columns of a wrong type: first_rank"),
+        ({"index": np.array([0.0, 1.0])}, "has columns of a wrong type: index"),
+        ({"index": np.array([-1, 0])}, "has columns of a wrong type: index"),
+        ({"neighbours": np.full((2, 3), -1)}, "has columns of a wrong type: neighbours"),
+        ({"neighbours": np.zeros((2, 3), int), "scores": np.zeros((2, 2))}, "has columns of a wrong type: scores"),
+        ({"first_rank": np.array(3)}, "does not have one row per query"),
+        ({"first_rank": np.zeros(2, "M8[s]")}, "has columns of a wrong type: first_rank"),
     ],
 )
 def test_a_report_leaves_odd_columns_out(column, message, tested):

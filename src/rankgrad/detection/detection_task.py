@@ -23,7 +23,7 @@ from rankgrad.detection.voc import lists_in, read_voc
 from rankgrad.runs.data_identity import DataIdentity
 from rankgrad.runs.recipe import Published
 from rankgrad.runs.run_folder import RunFolder, explain_unreadable
-from rankgrad.runs.task import RunContext, SplitResult, TestIdentity
+from rankgrad.runs.task import EvaluateSplit, RunContext, SplitResult, TestIdentity
 from rankgrad.train.loop import Evaluator
 from rankgrad.train.settings import AUTOCAST
 
@@ -55,6 +55,7 @@ class DetectionTask:
 
     name = "detection"
     command = "rankgrad detect train"
+    untrained_is_baseline = False
     outputs_are_embeddings = False
 
     def __init__(
@@ -163,10 +164,11 @@ class DetectionTask:
             raise ValueError(f"detectors are evaluated under {PROTOCOL}, got {protocol!r}")
         return TestIdentity(identity_of(self.scenes(split)).fingerprint, PROTOCOL)
 
-    def evaluate(
-        self, model: nn.Module, split: str, *, protocol: str | None = None, scratch: Path | None = None
-    ) -> DetectionEvaluation:
-        return self._evaluate(model, split)
+    def make_evaluator(self, model: nn.Module) -> EvaluateSplit:
+        def evaluate(split: str, *, protocol: str | None, scratch: Path) -> DetectionEvaluation:
+            return self._evaluate(model, split)
+
+        return evaluate
 
     def combine(self, results: Mapping[str, SplitResult]) -> Mapping[str, Mapping[str, float]]:
         """There is one split."""

@@ -5,6 +5,7 @@ and is added to `recipes/catalogue.py`.
 """
 
 import contextlib
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +24,12 @@ from rankgrad.runs.run_folder import DEBUG_NOTICE, UNTRAINED, RunFile, RunFolder
 from rankgrad.runs.task import VALIDATION, SplitResult, Task, TestIdentity
 from rankgrad.train.errors import TrainingError
 from rankgrad.train.loop import FitResult, fit
+from rankgrad.train.processes import Processes
 
 Which: TypeAlias = Literal["best", "last", "untrained"]
+
+# of the time of training: what a test of the untrained network may take for it to be made without being asked for
+UNTRAINED_FRACTION = 0.02
 
 
 def start_run(task: Task, folder: RunFolder, *, debug: bool = False) -> Mapping[str, SplitResult]:
@@ -46,7 +51,7 @@ def resume_run(task: Task, folder: RunFolder) -> Mapping[str, SplitResult]:
 
 
 def _run(task: Task, folder: RunFolder, *, resume: bool, debug: bool) -> Mapping[str, SplitResult]:
-    model, outcome = _train(task, folder, resume=resume, debug=debug)
+    model, outcome = _train(task, folder, resume=resume, debug=debug, tests_untrained=True)
     if outcome.reason == "interrupted":
         raise KeyboardInterrupt
     which: Which = "best" if outcome.best else "last"
@@ -118,19 +123,22 @@ def train_and_evaluate(
             raise KeyboardInterrupt
         scores = {split: dict(outcome.metrics[VALIDATION]) for split in splits if split == VALIDATION}
         tests = [split for split in splits if split != VALIDATION]
-        with contextlib.ExitStack() as stack:
-            tester = _Tester(task, folder, _TestedWeights("last", outcome.step), debug=debug, is_saved=save)
-            stack.enter_context(folder.evaluating(task.context.processes))
-            scores |= {split: dict(tester.test(model, split).metrics) for split in tests}
+        tester = _Tester(task, model, folder, _TestedWeights("last", outcome.step), debug=debug, is_saved=save)
+        with folder.evaluating(task.context.processes):
+            scores |= {split: dict(tester.test(split).metrics) for split in tests}
         tester.raise_problems()
     return scores, time.perf_counter() - began
 
 
-def _train(task: Task, folder: RunFolder, *, resume: bool, debug: bool) -> tuple[nn.Module, FitResult]:
+def _train(
+    task: Task, folder: RunFolder, *, resume: bool, debug: bool, tests_untrained: bool = False
+) -> tuple[nn.Module, FitResult]:
     context, recipe = task.context, task.recipe
     for note in task.notes():
         context.note(note)
     begun = context.processes.on_first(lambda: resume and folder.is_begun)
+    if resume and not begun:
+        context.processes.on_first(folder.remove_untrained_checkpoint)
     _check_data(task, folder, begun=begun)
     batches = task.make_batches()
     # a checkpoint has all weights: the file or download that training began with is not needed again
@@ -139,6 +147,11 @@ def _train(task: Task, folder: RunFolder, *, resume: bool, debug: bool) -> tuple
         task.initialise(model)
     content = RunFile.of(task.name, recipe, context.data, debug=debug, entries=task.run_file_entries())
     with folder.recorded(content, context.processes):
+        if not recipe.trains:
+            return model, _save_untrained(model, folder, context.processes)
+        if tests_untrained and not begun and _is_cheap(task, len(batches)):
+            context.say("testing the untrained network, to compare with")
+            _test_splits(task, model, folder, _TestedWeights("untrained", 0, (UNTRAINED,)), debug=debug)
         outcome = fit(
             model,
             task.make_loss(),
@@ -157,6 +170,32 @@ def _train(task: Task, folder: RunFolder, *, resume: bool, debug: bool) -> tuple
             processes=context.processes,
         )
     return model, outcome
+
+
+def _save_untrained(model: nn.Module, folder: RunFolder, processes: Processes) -> FitResult:
+    """The result of a run of 0 epochs: a checkpoint of the first weights, from which nothing is resumed."""
+    began = time.perf_counter()
+    store = folder.checkpoints
+
+    def save() -> Path:
+        store.prepare()
+        return store.save(model, {}, step=0, epoch=0, metrics={}).folder
+
+    return FitResult("finished", 0, 0, {}, None, processes.on_first(save), time.perf_counter() - began)
+
+
+def _is_cheap(task: Task, steps_per_epoch: int) -> bool:
+    """Whether a test of the untrained network takes little of the time that training will."""
+    if not task.untrained_is_baseline:
+        return False
+    splits = task.data_identity()
+    tests = task.test_splits()
+    if not all(split in splits for split in tests):
+        return False
+    steps = task.recipe.train_settings().total_steps(steps_per_epoch)
+    batch = task.recipe.batch_size or splits["train"].items / steps_per_epoch
+    # a training image goes forward and backward, three times the work of a test image
+    return bool(sum(splits[split].items for split in tests) <= UNTRAINED_FRACTION * 3 * steps * batch)
 
 
 def _check_data(task: Task, folder: RunFolder, *, begun: bool) -> None:
@@ -198,13 +237,22 @@ def _test(
     for split in splits or ():
         if split not in known:
             raise ValueError(f"{task.recipe.name} cannot be tested on {split!r}: choose one of {', '.join(known)}")
-    tester = _Tester(task, folder, checkpoint, protocol=protocol, debug=debug)
+    tester = _Tester(task, model, folder, checkpoint, protocol=protocol, debug=debug)
     with folder.evaluating(task.context.processes):
-        results = {split: tester.test(model, split) for split in splits or known}
+        results = {split: tester.test(split) for split in splits or known}
     if task.context.processes.first:
-        _print_results(task, results, debug=debug)
+        _print_results(task, results, tester.untrained, debug=debug)
     tester.raise_problems()
     return results
+
+
+def _test_splits(task: Task, model: nn.Module, folder: RunFolder, weights: "_TestedWeights", *, debug: bool) -> None:
+    """Test on every split and save the results, without a word."""
+    tester = _Tester(task, model, folder, weights, debug=debug)
+    with folder.evaluating(task.context.processes):
+        for split in task.test_splits():
+            tester.test(split)
+    tester.raise_problems()
 
 
 @dataclass(frozen=True)
@@ -226,32 +274,36 @@ class _Tester:
     def __init__(
         self,
         task: Task,
+        model: nn.Module,
         folder: RunFolder,
-        checkpoint: _TestedWeights,
+        weights: _TestedWeights,
         *,
         protocol: str | None = None,
         debug: bool = False,
         is_saved: bool = True,
     ) -> None:
-        self.task, self.folder, self.checkpoint, self.protocol = task, folder, checkpoint, protocol
+        self.task, self.folder, self.weights, self.protocol = task, folder, weights, protocol
         self.debug, self.is_saved = debug, is_saved
+        self.evaluate = task.make_evaluator(model)
         self.problems: list[str] = []
+        self.untrained: dict[str, Mapping[str, float]] = {}
+        """Metrics of the untrained network on the same splits, as far as there are any."""
 
-    def test(self, model: nn.Module, split: str) -> SplitResult:
+    def test(self, split: str) -> SplitResult:
         """Test and save. What cannot be saved is a problem for `raise_problems`, when the result has been printed."""
         identity = self.task.test_identity(split, self.protocol)
         is_own = self._is_own(split, identity)
-        key = self.key_of(split, identity, is_own=is_own)
+        key = self.key_of(split, identity, is_own=is_own, marks=self.weights.marks)
         data = self.task.context.data
         extra = {
             "data": {"path": None if data is None else str(data), "fingerprint": identity.data, "own": is_own},
-            "checkpoint": {"name": self.checkpoint.which, "step": self.checkpoint.step},
+            "checkpoint": {"name": self.weights.which, "step": self.weights.step},
             "debug": self.debug,
         }
         evaluation: SplitResult | None = None
         try:
             with self._output(key) as (folder, is_kept):
-                evaluation = self.task.evaluate(model, split, protocol=self.protocol, scratch=folder)
+                evaluation = self.evaluate(split, protocol=self.protocol, scratch=folder)
                 if is_kept:
                     evaluation.write(folder, extra)
         except OSError as error:
@@ -259,20 +311,33 @@ class _Tester:
                 raise
             self._add_problem(key, error)
         else:
+            self.untrained[split] = self._read_untrained(split, identity, is_own=is_own)
             if is_kept and key != split:
                 self.task.context.say(f"{split}: saved as {self.folder.result(key)}")
         return evaluation
 
-    def key_of(self, split: str, identity: TestIdentity, *, is_own: bool) -> str:
+    def key_of(self, split: str, identity: TestIdentity, *, is_own: bool, marks: Sequence[str]) -> str:
         """Name of the result's folder."""
         data = "" if is_own else f"{_name_of(self.task.context.data)}-{identity.data[:8]}"
         protocol = "" if identity.is_default else identity.protocol
-        return "@".join(filter(None, (split, data, protocol, *self.checkpoint.marks))).replace("/", "_")
+        return "@".join(filter(None, (split, data, protocol, *marks))).replace("/", "_")
 
     def raise_problems(self) -> None:
         """Say what could not be saved."""
         if self.problems:
             raise TrainingError(f"the result could not be saved: {'; '.join(self.problems)}")
+
+    def _read_untrained(self, split: str, identity: TestIdentity, *, is_own: bool) -> Mapping[str, float]:
+        marks = [UNTRAINED, *(mark for mark in self.weights.marks if "=" in mark)]
+        path = self.folder.result(self.key_of(split, identity, is_own=is_own, marks=marks)) / "result.json"
+        if self.weights.which == UNTRAINED or not path.is_file():
+            return {}
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            is_same = content["data"]["fingerprint"] == identity.data
+            return {str(name): float(value) for name, value in content["metrics"].items()} if is_same else {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
 
     def _is_own(self, split: str, identity: TestIdentity) -> bool:
         """Whether the data is what the run was started on; without fingerprints, whether it is in the same place."""
@@ -305,12 +370,14 @@ def _name_of(data: Path | None) -> str:
     return "data" if data is None else data.stem
 
 
-def _print_results(task: Task, results: Mapping[str, SplitResult], *, debug: bool) -> None:
+def _print_results(
+    task: Task, results: Mapping[str, SplitResult], untrained: Mapping[str, Mapping[str, float]], *, debug: bool
+) -> None:
     for evaluation in results.values():
         if evaluation.details:
             print(f"\n{evaluation.details}")
     published = () if debug else task.published()
-    print(f"\n{comparison(results, published, task.combine(results))}")
+    print(f"\n{comparison(results, published, task.combine(results), untrained)}")
     if debug:
         print(f"\n{DEBUG_NOTICE}")
     elif any(number.split in results for number in published):
@@ -321,6 +388,7 @@ def comparison(
     results: Mapping[str, SplitResult],
     published: Sequence[Published],
     combined: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+    untrained: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
 ) -> str:
     """A table of what was reached beside what is published, in percent.
 
@@ -328,6 +396,7 @@ def comparison(
         results: by split.
         published: the recipe's numbers; the first of a split and metric counts.
         combined: metrics over several splits, shown where a number of that name is published.
+        untrained: metrics of the network before training, by split.
     """
     wanted: dict[tuple[str, str], Published] = {}
     for number in published:
@@ -338,19 +407,21 @@ def comparison(
         shown = [metric for metric in result.metrics if metric in result.headline or (split, metric) in wanted]
         for metric in shown:
             interval = "" if metric not in intervals else " - ".join(f"{100 * bound:.1f}" for bound in intervals[metric])
-            rows.append(_row(split, metric, result.metrics[metric], interval, wanted.get((split, metric)), result.protocol))
+            before = untrained.get(split, {}).get(metric)
+            cells = _cells(result.metrics[metric], interval, wanted.get((split, metric)), result.protocol)
+            rows.append((split, metric, "" if before is None else f"{100 * before:.1f}", *cells))
     for (split, metric), number in wanted.items():
         if metric in combined.get(split, {}):
-            rows.append(_row(split, metric, combined[split][metric], "", number, "mean"))
-    header = ("split", "metric", "got", "95% interval", "published", "difference", "protocol", "source")
+            rows.append((split, metric, "", *_cells(combined[split][metric], "", number, "mean")))
+    header = ("split", "metric", "untrained", "got", "95% interval", "published", "difference", "protocol", "source")
     return table(*drop_empty_columns(header, rows))
 
 
-def _row(split: str, metric: str, value: float, interval: str, number: Published | None, protocol: str) -> tuple[str, ...]:
+def _cells(value: float, interval: str, number: Published | None, protocol: str) -> tuple[str, ...]:
+    """From "got" to "source"."""
     got = f"{100 * value:.1f}"
     if number is None:
-        return (split, metric, got, interval, "", "", protocol, "")
+        return (got, interval, "", "", protocol, "")
     if number.value is None:
-        return (split, metric, got, interval, "diverged", "", protocol, number.source)
-    difference = f"{100 * value - number.value:+.1f}"
-    return (split, metric, got, interval, f"{number.value:.1f}", difference, protocol, number.source)
+        return (got, interval, "diverged", "", protocol, number.source)
+    return (got, interval, f"{number.value:.1f}", f"{100 * value - number.value:+.1f}", protocol, number.source)

@@ -287,6 +287,11 @@ class Recipe:
         """Settings that lose their meaning under `changes`."""
         return {"milestones": ()} if changes.get("schedule", "step") != "step" else {}
 
+    @property
+    def trains(self) -> bool:
+        """Whether there are any steps; a run without tests the untrained network."""
+        return bool(self.epochs or self.steps)
+
     def differences(self, other: Self) -> dict[str, tuple[Any, Any]]:
         """Settings that differ, with the values here and there."""
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in settings_of(type(self))}
@@ -304,7 +309,8 @@ class Recipe:
         shared = {entry.name for entry in fields(TrainSettings)} & set(settings_of(type(self)))
         values = {name: getattr(self, name) for name in shared}
         # a number of steps replaces the number of epochs
-        values["epochs"] = 0 if self.steps else self.epochs
+        # of a run that does not train only the other settings are looked at
+        values["epochs"] = 0 if self.steps else self.epochs or 1
         return TrainSettings(**{**values, **self._loop_settings(), **context})
 
     def _loop_settings(self) -> dict[str, Any]:

@@ -100,36 +100,36 @@ class SplitEvaluator:
         self.task, self.model, self.announce = task, model, announce
         self._landmarks: dict[tuple[Path, int], NDArray[np.float32]] = {}
 
-    def evaluate(self, name: str, *, protocol: str | None = None, scratch: Path | None = None) -> RetrievalEvaluation:
-        """Test on the split called `name`, under its data set's protocol or another one."""
+    def __call__(self, split: str, *, protocol: str | None = None, scratch: Path | None = None) -> RetrievalEvaluation:
+        """Test on a split, under its data set's protocol or another one."""
         task, context = self.task, self.task.context
-        data_set_name, split = task.data.tests(task.recipe)[name]
+        data_set_name, name_there = task.data.tests(task.recipe)[split]
         data_set = task.data.data_set(task.recipe, data_set_name)
-        wanted = protocol or data_set.protocols[split]
+        wanted = protocol or data_set.protocols[name_there]
         options: dict[str, Any] = {"ks": data_set.ks}
         if wanted != "vehicleid-official":
             options["neighbours"] = NEIGHBOURS
-        table = task.data.table(task.recipe, split, data_set_name)
+        table = task.data.table(task.recipe, name_there, data_set_name)
         result: Result | None = None
         if table.ground_truth is None:
-            opened = task.data.split(task.recipe, split, data_set_name)
+            opened = task.data.split(task.recipe, name_there, data_set_name)
             embeddings, table = task.embed(self.model, opened).numpy(), opened.table
             if context.processes.size > 1:
-                result = self._evaluate_together(name, table, embeddings, wanted, options)
+                result = self._evaluate_together(split, table, embeddings, wanted, options)
             else:
-                result = self._evaluate_alone(name, table, embeddings, wanted, options)
+                result = self._evaluate_alone(split, table, embeddings, wanted, options)
         elif context.processes.first:
             # a few thousand images, one at a time because no two have the same shape: by the first process
             embeddings = self._embed_landmarks(table)
-            if name.endswith(WITH_DISTRACTORS):
+            if split.endswith(WITH_DISTRACTORS):
                 gallery = task.data.table(task.recipe, "distractors", data_set_name)
                 out = None if scratch is None else scratch / "distractors.npy"
                 options["distractors"] = self._embed_landmarks(gallery, out)
-            result = self._evaluate_alone(name, table, embeddings, wanted, options)
+            result = self._evaluate_alone(split, table, embeddings, wanted, options)
         else:
             embeddings = np.empty((0, self.model.dim), np.float32)
         found = wanted if result is None else result.protocol.name
-        return RetrievalEvaluation(name, table, embeddings, result, found, context.processes)
+        return RetrievalEvaluation(split, table, embeddings, result, found, context.processes)
 
     def _evaluate_alone(
         self, name: str, table: Table, embeddings: NDArray[np.float32], protocol: str, options: Mapping[str, Any]

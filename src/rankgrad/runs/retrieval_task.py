@@ -6,7 +6,6 @@ A task on other inputs inherits loss and evaluation, and replaces `data`, `make_
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -31,7 +30,7 @@ from rankgrad.runs.data_cache import WITH_DISTRACTORS, DataCache, Split
 from rankgrad.runs.data_identity import DataIdentity
 from rankgrad.runs.embedding import MultiScale, embed
 from rankgrad.runs.recipe import Published
-from rankgrad.runs.retrieval_evaluation import RetrievalEvaluation, SplitEvaluator, evaluate_shards
+from rankgrad.runs.retrieval_evaluation import SplitEvaluator, evaluate_shards
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RETRIEVAL, VALIDATION, RunContext, SplitResult, TestIdentity
@@ -66,6 +65,7 @@ class RetrievalTask:
 
     name = RETRIEVAL
     command = "rankgrad train"
+    untrained_is_baseline = True
     outputs_are_embeddings = True
 
     def __init__(self, recipe: RetrievalRecipe, context: RunContext, data: DataCache | None = None) -> None:
@@ -119,7 +119,12 @@ class RetrievalTask:
         }  # fmt: skip
 
     def run_file_entries(self) -> Mapping[str, Any]:
-        return {}
+        names = {
+            split: {str(label): table.class_name(label) for label in np.unique(table.labels).tolist() if label != -1}
+            for split, table in self.data.data_set(self.recipe).splits.items()
+            if table.class_names
+        }
+        return {"preprocessing": self.recipe.preprocessing().as_dict(), "class_names": names}
 
     def published(self) -> Sequence[Published]:
         return self.recipe.published
@@ -188,7 +193,7 @@ class RetrievalTask:
             return {}
         _, validation = self.data.training(self.recipe)
         if validation is None:
-            return {selected_on: lambda model: SplitEvaluator(self, as_embedder(model)).evaluate(selected_on).metrics}
+            return {selected_on: lambda model: SplitEvaluator(self, as_embedder(model))(selected_on).metrics}
         ks = self.data.data_set(self.recipe).ks
 
         def on_validation(model: nn.Module) -> Mapping[str, float]:
@@ -213,11 +218,8 @@ class RetrievalTask:
             fingerprint += f"+{self.data.identity(self.recipe, 'distractors', name).fingerprint}"
         return TestIdentity(fingerprint, protocol or own, is_default=protocol in (None, own))
 
-    def evaluate(
-        self, model: nn.Module, split: str, *, protocol: str | None = None, scratch: Path | None = None
-    ) -> RetrievalEvaluation:
-        evaluator = SplitEvaluator(self, as_embedder(model), announce=True)
-        return evaluator.evaluate(split, protocol=protocol, scratch=scratch)
+    def make_evaluator(self, model: nn.Module) -> SplitEvaluator:
+        return SplitEvaluator(self, as_embedder(model), announce=True)
 
     def combine(self, results: Mapping[str, SplitResult]) -> Mapping[str, Mapping[str, float]]:
         """RS@k's means over the landmark tests."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rankgrad._files import FileLock, LockedError, replace_file, sweep
+from rankgrad._files import FileLock, LockedError, remove_folder, replace_file, sweep
 from rankgrad.runs.data_identity import DataIdentity
 from rankgrad.runs.recipe import Published, Recipe
 from rankgrad.runs.task import RETRIEVAL, RunContext
@@ -142,8 +142,14 @@ class RunFolder:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is a checkpoint to resume from."""
-        return self.checkpoints.pointer("last") is not None
+        """Whether there is a checkpoint to resume from; that of a run of 0 epochs is not."""
+        pointer = self.checkpoints.pointer("last")
+        return pointer is not None and pointer["step"] > 0
+
+    def remove_untrained_checkpoint(self) -> None:
+        """Make room for the training of a run that so far had 0 epochs, whose checkpoint has no state to resume from."""
+        if self.checkpoints.pointer("last") is not None and not self.is_begun:
+            remove_folder(self.checkpoints.path)
 
     def check_free(self) -> None:
         """Refuse a folder that is not empty, unless all it holds is of a run that ended before its first step."""

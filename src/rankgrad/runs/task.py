@@ -105,6 +105,14 @@ class SplitResult(Protocol):
         ...
 
 
+class EvaluateSplit(Protocol):
+    """Tests one model on one split after another."""
+
+    def __call__(self, split: str, *, protocol: str | None, scratch: Path) -> SplitResult:
+        """The result on a split. `scratch` is where it will be written, for arrays too large for memory."""
+        ...
+
+
 class Task(Protocol):
     """What a run is of. Made from a recipe and a context; tasks with the same data share what they have opened."""
 
@@ -112,6 +120,8 @@ class Task(Protocol):
     """What RUN/recipe.json calls it."""
     command: str
     """What trains it on the command line."""
+    untrained_is_baseline: bool
+    """Whether the result of the untrained network says anything."""
     outputs_are_embeddings: bool
     """Whether the model's outputs are unit embeddings, one for each image."""
     recipe: Any
@@ -186,8 +196,8 @@ class Task(Protocol):
         """What the result on a split depends on."""
         ...
 
-    def evaluate(self, model: nn.Module, split: str, *, protocol: str | None = None, scratch: Path) -> SplitResult:
-        """Test the model. `scratch` is where the result will be written, for arrays too large for memory."""
+    def make_evaluator(self, model: nn.Module) -> EvaluateSplit:
+        """What tests the model on one split after another."""
         ...
 
     def combine(self, results: Mapping[str, SplitResult]) -> Mapping[str, Mapping[str, float]]:
