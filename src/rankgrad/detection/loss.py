@@ -11,7 +11,6 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from rankgrad import AveragePrecision, Blackbox, MulticlassRankLoss, RankLoss
 from rankgrad._checks import (
     check_choice,
     check_finite,
@@ -21,6 +20,10 @@ from rankgrad._checks import (
     check_tensor,
     shape_of,
 )
+from rankgrad.losses.average_precision import AveragePrecision
+from rankgrad.losses.multiclass import MulticlassRankLoss
+from rankgrad.losses.rank_loss import RankLoss
+from rankgrad.ops.rankers import Blackbox
 
 Scores: TypeAlias = Literal["softmax", "sigmoid", "logits"]
 Background: TypeAlias = Literal["negative", "class", "none"]

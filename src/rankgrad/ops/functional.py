@@ -24,11 +24,11 @@ from rankgrad.ops.rankers import Exact, Ranker
 from rankgrad.ops.relevance import IntervalRelevance, Labels, Mask, RelevanceInput
 from rankgrad.ops.sources import (
     DenseRows,
-    EmbeddingRows,
     EmbeddingScores,
     GivenScores,
     MixedRows,
     TileLayout,
+    TileRows,
     is_one_tile,
 )
 
@@ -334,7 +334,7 @@ def _tiled_source(
 ) -> Callable[..., ScoreSource]:
     layout = TileLayout.of(relevance, device)
 
-    def rows(base: Tensor, order: Tensor, mixed: Mixture | None) -> EmbeddingRows:
+    def rows(base: Tensor, order: Tensor, mixed: Mixture | None) -> TileRows:
         return DenseRows(base, order) if mixed is None else MixedRows(base, order, *mixed)
 
     def open_source(queries: Tensor, candidates: Tensor | None = None) -> ScoreSource:

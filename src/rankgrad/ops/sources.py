@@ -107,7 +107,7 @@ def _sum(total: Tensor | None, part: Tensor) -> Tensor:
     return total.add_(part)
 
 
-class EmbeddingRows(Protocol):
+class TileRows(Protocol):
     """Embeddings in class order, read by slices; gradients are added by slices."""
 
     def read(self, rows: slice) -> Tensor: ...
@@ -202,7 +202,7 @@ class TileLayout:
 class EmbeddingScores(TiledSource):
     """Scores are dot products. With one set of rows in both roles a product serves a tile and its transpose."""
 
-    def __init__(self, queries: EmbeddingRows, candidates: EmbeddingRows, layout: TileLayout) -> None:
+    def __init__(self, queries: TileRows, candidates: TileRows, layout: TileLayout) -> None:
         self.queries, self.candidates = queries, candidates
         self.layout, self.relevance, self.row_blocks = layout, layout.relevance, layout.row_blocks
         self.query_order = layout.relevance.query_order
