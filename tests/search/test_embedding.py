@@ -250,10 +250,19 @@ def test_the_command(run_folder, data, tmp_path, capsys):
     assert len(Gallery.open(tmp_path / "out")) == 30
 
 
+def test_a_single_file_is_embedded(run_folder, data, tmp_path, gallery, capsys):
+    image = data / "test" / "class-006" / "1.png"
+    assert main_embed([str(run_folder), str(image), "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    assert "Wrote 1 embedding of 16 dimensions" in capsys.readouterr().out
+    single = Gallery.open(tmp_path / "out")
+    assert single.images.table.file(0).samefile(image)
+    np.testing.assert_allclose(single.embeddings, gallery.embeddings[[7]], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name the images: a folder or a CSV file"),
+        ([], "name the images: a folder, an image or a CSV file"),
         (["here", "--data", "glyphs"], "and not both"),
         (["here", "--workers", "0"], "--workers must be at least 1, got 0"),
         (["here", "--skipbad"], "unknown flag --skipbad: did you mean --skip-bad?"),

@@ -200,7 +200,7 @@ def test_exact_search_needs_no_faiss(searcher, data, monkeypatch, capsys):
 
 def test_search_refuses(searcher, data, tmp_path, capsys):
     index = ["--index", str(searcher.gallery.folder)]
-    with pytest.raises(FileNotFoundError, match="does not exist or is not a file: name an image"):
+    with pytest.raises(FileNotFoundError, match="does not exist or is not a file: name images"):
         main_search([str(tmp_path / "none.jpg"), *index])
     (tmp_path / "text.jpg").write_text("text")
     with pytest.raises(ValueError, match=r"text\.jpg is not an image that Pillow can read"):

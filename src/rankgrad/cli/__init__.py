@@ -74,6 +74,7 @@ VERBS: Mapping[str, Verb] = {
     "embed": Verb("search_commands", "main_embed", "Embed images with the network of a run."),
     "index": Verb("search_commands", "main_index", "Build a search index of embeddings."),
     "search": Verb("search_commands", "main_search", "Find the images most similar to one."),
+    "predict": Verb("search_commands", "main_predict", "Label images by their nearest neighbours in a gallery."),
     "serve": Verb("search_commands", "main_serve", "Open a local page to search by image."),
     "duplicates": Verb("duplicates_command", "main", "Find near-duplicates and likely label errors among embedded images."),
     "export": Verb("search_commands", "main_export", "Write the network of a run for use elsewhere."),

@@ -1,17 +1,23 @@
-"""The verbs around a trained run: embed, index, search, export, serve."""
+"""The verbs around a trained run: embed, index, search, predict, export, serve."""
 
 import argparse
+import csv
+import io
 import ipaddress
 import os
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rankgrad._messages import plural, table
+from rankgrad._files import replace_file
+from rankgrad._messages import plural, printable, table
 from rankgrad.cli.parser import Parser, device_named
 from rankgrad.search.trained_model import TrainedModel, load
+
+if TYPE_CHECKING:
+    from rankgrad.search.gallery import Gallery
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
@@ -19,7 +25,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 def main_embed(arguments: Sequence[str]) -> int:
     """`rankgrad embed RUN IMAGES --out DIR`."""
     from rankgrad.search.gallery import embed_images
-    from rankgrad.search.image_lists import ImageList, folder_of_images, manifest_of_images, split_of_data_set
+    from rankgrad.search.image_lists import ImageList, images_at, manifest_of_images, split_of_data_set
 
     parser = Parser("rankgrad embed", "Embed images with a trained run. Writes embeddings.npy and a list of the images.")
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
@@ -28,7 +34,7 @@ def main_embed(arguments: Sequence[str]) -> int:
         metavar="IMAGES",
         type=Path,
         nargs="?",
-        help="a folder, with its subfolders, or a CSV file with a column path",
+        help="a folder, with its subfolders, an image, or a CSV file with a column path",
     )
     parser.add_argument("--data", metavar="NAME:DIR", help="a data set in place of IMAGES, such as sop:DIR")
     parser.add_argument("--split", metavar="NAME", default="test", help="split of the data set [test]")
@@ -41,7 +47,7 @@ def main_embed(arguments: Sequence[str]) -> int:
     _add_model(parser)
     given = parser.parse(arguments)
     if (given.images is None) == (given.data is None):
-        parser.error("name the images: a folder or a CSV file, or a data set with --data, and not both")
+        parser.error("name the images: a folder, an image or a CSV file, or a data set with --data, and not both")
     if given.workers is not None and given.workers < 1:
         parser.error(f"--workers must be at least 1, got {given.workers}")
     model = _load(given.run, given)
@@ -60,7 +66,7 @@ def main_embed(arguments: Sequence[str]) -> int:
     elif given.images.suffix.lower() == ".csv":
         images = manifest_of_images(given.images, given.image_root)
     else:
-        images = folder_of_images(given.images)
+        images = images_at([given.images])
     out = given.out or given.run / "embeddings" / images.table.name.replace("/", "-")
     gallery = embed_images(model, images, out, ids=given.ids, skip_bad=given.skip_bad, workers=given.workers)
     print(f"Wrote {plural(len(gallery), 'embedding')} of {gallery.embeddings.shape[1]} dimensions to {out}")
@@ -93,27 +99,86 @@ def main_index(arguments: Sequence[str]) -> int:
 
 def main_search(arguments: Sequence[str]) -> int:
     """`rankgrad search IMAGE --index DIR`."""
+    from rankgrad.search.image_lists import images_at
     from rankgrad.search.searcher import Searcher
 
-    parser = Parser("rankgrad search", "Find the images of a gallery that are nearest to an image.")
-    parser.add_argument("image", metavar="IMAGE", type=Path, help="image to search with")
+    parser = Parser("rankgrad search", "Find the images of a gallery that are nearest to an image, or to each of several.")
+    parser.add_argument("images", metavar="IMAGE", type=Path, nargs="+", help="images to search with, or folders of them")
     parser.add_argument("--index", metavar="DIR", type=Path, required=True, help="folder of the index, or of embeddings alone")
     parser.add_argument("--run", metavar="RUN", type=Path, help="folder of the run [the one that made the embeddings]")
     parser.add_argument("-k", metavar="N", type=int, default=10, help="number of results [10]")
     parser.add_argument("--exact", action="store_true", help="compare with every image, without the index")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the results to a CSV file [print them]")
     _add_model(parser)
     given = parser.parse(arguments)
     if given.k < 1:
         parser.error(f"-k must be at least 1, got {given.k}")
-    if not given.image.is_file():
-        raise FileNotFoundError(f"{given.image} does not exist or is not a file: name an image to search with")
+    images = images_at(given.images).table
     searcher = Searcher.open(given.index, exact=given.exact)
-    gallery = searcher.gallery
-    model = _load(given.run or Path(gallery.about["run"]), given, default=gallery.about["checkpoint"])
-    hits = model.search(given.image, searcher, given.k)
-    rows = [[str(rank), f"{hit.score:.4f}", hit.label or "-", str(hit.path)] for rank, hit in enumerate(hits, 1)]
-    print(table(["rank", "score", "label", "path"], rows, align="rrll"))
+    model = _load_for(searcher.gallery, given)
+    files = [images.file(row) for row in range(len(images))]
+    rows = [
+        [str(query), str(rank), f"{hit.score:.4f}", hit.label or "-", str(hit.path)]
+        for query, hits in zip(files, model.search(files, searcher, given.k), strict=True)
+        for rank, hit in enumerate(hits, 1)
+    ]
+    header = ["query", "rank", "score", "label", "path"]
+    if given.out is not None:
+        _write_csv(given.out, header, rows)
+        print(f"Wrote {plural(len(rows), 'result')} of {plural(len(files), 'query', 'queries')} to {given.out}")
+        return 0
+    first = 1 if len(files) == 1 else 0
+    print(table(header[first:], [row[first:] for row in rows], align="lrrll"[first:]))
     return 0
+
+
+def main_predict(arguments: Sequence[str]) -> int:
+    """`rankgrad predict RUN IMAGES --gallery EMB`."""
+    from rankgrad.search.image_lists import images_at
+    from rankgrad.search.prediction import predict_labels
+    from rankgrad.search.searcher import Searcher
+
+    parser = Parser("rankgrad predict", "Label images by their nearest neighbours in a gallery, as CSV.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument("images", metavar="IMAGES", type=Path, nargs="+", help="images, or folders of them")
+    parser.add_argument(
+        "--gallery", metavar="EMB", type=Path, required=True, help="folder of embedded images with labels, or of their index"
+    )
+    parser.add_argument("-k", metavar="N", type=int, default=10, help="number of neighbours that vote [10]")
+    parser.add_argument("--exact", action="store_true", help="compare with every image, without the index")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="where to write the CSV [print it]")
+    parser.add_argument("--workers", metavar="N", type=int, help="threads that decode images [one per core]")
+    _add_model(parser)
+    given = parser.parse(arguments)
+    for name, value in (("-k", given.k), ("--workers", given.workers)):
+        if value is not None and value < 1:
+            parser.error(f"{name} must be at least 1, got {value}")
+    images = images_at(given.images).table
+    searcher = Searcher.open(given.gallery, exact=given.exact)
+    gallery = searcher.gallery
+    model = _load_for(gallery, given)
+    gallery.check_fits(model)
+    files = [images.file(row).absolute() for row in range(len(images))]
+    rows = {str(gallery.images.table.file(row).absolute()): row for row in range(len(gallery))}
+    itself = [rows.get(str(path), -1) for path in files]
+    predictions = predict_labels(searcher, model.embed(files, workers=given.workers), given.k, exclude=itself)
+    content = [
+        [str(path), each.label, f"{each.agreement:.3f}", f"{each.score:.4f}", str(gallery.images.table.file(each.nearest))]
+        for path, each in zip(files, predictions, strict=True)
+    ]
+    header = ["path", "label", "agreement", "score", "nearest"]
+    if given.out is None:
+        csv.writer(sys.stdout, lineterminator="\n").writerows([header, *([printable(cell) for cell in row] for row in content)])
+    else:
+        _write_csv(given.out, header, content)
+        print(f"Wrote the labels of {plural(len(content), 'image')} to {given.out}")
+    return 0
+
+
+def _write_csv(path: Path, header: list[str], rows: list[list[str]]) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    replace_file(path, text.getvalue())
 
 
 def main_export(arguments: Sequence[str]) -> int:
@@ -208,6 +273,11 @@ def _add_model(parser: Parser, *, device: bool = True) -> None:
     parser.add_argument("--checkpoint", choices=("best", "last"), help="which weights [best where there is one, else last]")
     if device:
         parser.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda, cuda:1 [a GPU where there is one]")
+
+
+def _load_for(gallery: "Gallery", given: argparse.Namespace) -> TrainedModel:
+    """The run that the command line names, or the one that made the gallery."""
+    return _load(given.run or Path(gallery.about["run"]), given, default=gallery.about["checkpoint"])
 
 
 def _load(run: Path, given: argparse.Namespace, default: Literal["best", "last"] | None = None) -> TrainedModel:

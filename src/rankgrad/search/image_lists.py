@@ -1,5 +1,6 @@
 """Lists of images to embed: of a folder, a CSV file, or a split of a data set, with the names of what they show."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,26 @@ def folder_of_images(folder: Path) -> ImageList:
         raise ValueError(f"{folder} holds no image: wanted are files that end in {', '.join(sorted(EXTENSIONS))}")
     table = Table(folder.name or "images", folder, tuple(paths), np.full(len(paths), -1, np.int64))
     return ImageList(table, names_by_folder(paths), ("",) * len(paths))
+
+
+def images_at(places: Sequence[Path]) -> ImageList:
+    """The images that files and folders hold, in the order of `places`; files need no particular ending."""
+    if len(places) == 1 and places[0].is_dir():
+        return folder_of_images(places[0])
+    files: list[Path] = []
+    for place in places:
+        if place.is_dir():
+            table = folder_of_images(place).table
+            files += [(table.root / path).absolute() for path in table.paths]
+        elif place.is_file():
+            files.append(place.absolute())
+        else:
+            raise FileNotFoundError(f"{place} does not exist or is not a file: name images or folders of images")
+    root = Path(os.path.commonpath([path.parent for path in files]))
+    paths = tuple(path.relative_to(root).as_posix() for path in files)
+    name = places[0].stem if len(places) == 1 else "images"
+    table = Table(name, root, paths, np.full(len(paths), -1, np.int64))
+    return ImageList(table, ("",) * len(paths), ("",) * len(paths))
 
 
 def names_by_folder(paths: list[str]) -> tuple[str, ...]:
