@@ -2,15 +2,18 @@
 
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from subprocess import PIPE
 
 import fake_datasets
 import numpy as np
 import pytest
 import torch
+from report.run_folders import make_data, write_run
 from torch import nn
 
 import rankgrad
@@ -94,6 +97,34 @@ def test_a_closed_pipe_ends_the_command_quietly(arguments, status):
     assert command.stderr.read() == b""
     command.stderr.close()
     assert command.wait() == status
+
+
+def test_training_ends_with_the_next_commands(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = fake_datasets.build("folder", tmp_path / "my images", classes=6, per_class=4)
+    common = ["--device", "cpu"]
+    train = ["train", "--data", str(data), "--debug", "--cache", "none", "--no-tensorboard", "--out", "my run"]
+    assert cli.main([*train, *common]) == 0
+    lines = capsys.readouterr().out.partition("next:\n")[2].splitlines()
+    commands = [shlex.split(line) for line in lines if line.startswith("  rankgrad ")]
+    assert [command[1] for command in commands] == ["report", "embed", "serve", "export"]
+    # they work as they stand; the page is served until it is stopped
+    report, embed, serve, _ = commands
+    assert cli.main(report[1:]) == 0
+    assert cli.main([*embed[1:], *common]) == 0
+    assert (Path(serve[-1]) / "embeddings.npy").is_file()
+
+
+def test_a_report_goes_into_its_run_and_replaces_nothing_else(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.html").write_text("mine")
+    for name in ("a", "b"):
+        write_run(tmp_path / name, make_data(tmp_path / "images"))
+    assert cli.main(["report", "a"]) == 0
+    assert capsys.readouterr().out.startswith("a/report.html (")
+    assert cli.main(["report", "a", "b"]) == 0
+    assert capsys.readouterr().out.startswith("report-a-b.html (")
+    assert (tmp_path / "report.html").read_text() == "mine"
 
 
 def test_a_plan_takes_the_default_recipe(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rankgrad.report.run_reader import Run
     from rankgrad.runs.recipe import Published, Recipe
     from rankgrad.runs.run_folder import RunFolder
+    from rankgrad.runs.task import Task
 
 NUMBERS = "figures.json"
 RETRIEVAL = "retrieval"
@@ -141,12 +143,28 @@ def _check_split(runs: "Sequence[Run]", split: str | None) -> None:
         raise ValueError(f"--split must be a split that was tested, got {split!r}: {there}")
 
 
-def show_next_steps(run: "RunFolder", task: str) -> None:
-    """Print what to do with a run that was trained and tested, with the commands filled in."""
-    if task != RETRIEVAL:
-        from rankgrad.detection.detection_report import write_report
+def next_steps(steps: Sequence[tuple[str, str]]) -> str:
+    """Commands to run next, and what for."""
+    return "\n".join(["next:", *(f"  {command}\n      {purpose}" for command, purpose in steps)])
 
-        print(f"report: {write_report([run.path], run.path / 'report.html')}")
+
+def steps_after_training(run: "RunFolder", task: "Task") -> list[tuple[str, str]]:
+    """What users do with a trained network, with the commands filled in."""
+    folder = shlex.quote(str(run.path))
+    if task.name != RETRIEVAL:
+        return [(f"rankgrad detect report {folder} OTHER_RUN", "compare with another run, as one page")]
+    data, name = task.context.data, task.recipe.data_set
+    gallery = shlex.quote(str(run.path / "embeddings" / "images"))
+    if data is None:
+        images = f"--data {name}"
+    else:
+        images = shlex.quote(str(data)) if name in ("folder", "csv") else f"--data {shlex.quote(f'{name}:{data}')}"
+    return [
+        (f"rankgrad report {folder}", "learning curves, retrieved images and confusions, as one page"),
+        (f"rankgrad embed {folder} {images} --out {gallery}", "embed these images, or any others"),
+        (f"rankgrad serve {folder} --index {gallery}", "search them by image in a browser"),
+        (f"rankgrad export {folder} --format onnx", "write the network for use elsewhere"),
+    ]
 
 
 def figures(arguments: Sequence[str]) -> int:

@@ -13,13 +13,15 @@ from typing import Any, get_args
 import torch
 
 from rankgrad._messages import did_you_mean
+from rankgrad.cli.embedding_command import add_embedding_files, evaluate_embeddings
 from rankgrad.cli.launch import launch, without_flag
 from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named
+from rankgrad.cli.show_commands import next_steps, steps_after_training
 from rankgrad.recipes.catalogue import TASKS, TaskKind, find, recipes_of, task_of
 from rankgrad.runs.recipe import Recipe, flag_of
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.run_folder import RunFolder
-from rankgrad.runs.task import RETRIEVAL, RunContext
+from rankgrad.runs.task import RETRIEVAL, RunContext, Task
 from rankgrad.train.errors import FailedProcessError, TrainingError
 from rankgrad.train.processes import Processes, join, launched
 from rankgrad.train.sharding import Parallel
@@ -36,7 +38,6 @@ def detect(arguments: Sequence[str]) -> int:
 
 def train(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     """`rankgrad train [RECIPE] --data DIR` or `rankgrad train --resume RUN`."""
-    from rankgrad.cli.show_commands import show_next_steps
     from rankgrad.runs.pipeline import resume_run, start_run
 
     kind = TASKS[task]
@@ -72,8 +73,18 @@ def train(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
             opened = kind.make(recipe, context)
             start_run(opened, run, debug=given.debug)
         if processes.first:
-            show_next_steps(run, opened.name)
+            _write_detection_report(run, opened)
+            print(f"\n{next_steps(steps_after_training(run, opened))}")
     return 0
+
+
+def _write_detection_report(run: RunFolder, task: Task) -> None:
+    """The report of a detector is a file of its run."""
+    if task.name == RETRIEVAL:
+        return
+    from rankgrad.detection.detection_report import write_report
+
+    print(f"report: {write_report([run.path], run.path / 'report.html')}")
 
 
 def _check_evaluation_is_possible(parser: Parser, recipe: Recipe, changes: Mapping[str, Any]) -> None:
@@ -95,12 +106,11 @@ def _launch_training(arguments: Sequence[str], processes: int, run: RunFolder) -
 
 def evaluate(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     """`rankgrad eval RUN`."""
-    from rankgrad.cli.show_commands import show_next_steps
     from rankgrad.runs.pipeline import evaluate_run
 
     kind = TASKS[task]
     parser = Parser(f"{kind.command} eval", "Test a trained run again, on its own data or on other data.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument("run", metavar="RUN", type=Path, nargs="?", help="folder of the run")
     parser.add_argument("--split", metavar="NAME", action="append", help="what to test on; may be repeated [all test splits]")
     parser.add_argument(
         "--checkpoint",
@@ -109,12 +119,17 @@ def evaluate(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     )
     if task == RETRIEVAL:
         parser.add_argument("--protocol", metavar="NAME", help="evaluation protocol, see `rankgrad protocols` [the data set's]")
+        add_embedding_files(parser)
     _add_context(parser, kind)
     _add_processes(parser, kind)
     add_settings(parser, kind.recipe, only=kind.recipe.mutable_on_resume)
     given = parser.parse(arguments)
     if given.checkpoint not in (None, *CHECKPOINTS):
         parser.error(f"--checkpoint must be {', '.join(CHECKPOINTS[:-1])} or {CHECKPOINTS[-1]}, got {given.checkpoint!r}")
+    if task == RETRIEVAL and (given.embeddings or given.gallery):
+        return evaluate_embeddings(parser, given)
+    if given.run is None:
+        parser.error("name the folder of a run" + (", or embeddings with --embeddings" if task == RETRIEVAL else ""))
     if _must_launch(given):
         return launch(["eval", *without_flag(arguments, "--processes")], given.processes)
     run = RunFolder(given.run)
@@ -122,7 +137,7 @@ def evaluate(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
         opened = task_of(run, _context(given, processes), changed_settings(given, kind.recipe))
         evaluate_run(opened, run, splits=given.split, checkpoint=given.checkpoint, protocol=vars(given).get("protocol"))
         if processes.first:
-            show_next_steps(run, opened.name)
+            _write_detection_report(run, opened)
     return 0
 
 
