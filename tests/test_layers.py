@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "recipes": {"runs", "detection"},
     "search": {"data", "models", "eval", "runs"},
     "report": {"rankgrad", "data", "eval"},
-    "cli": {"rankgrad", "data", "eval", "detection", "recipes", "report", "runs", "search", "train"},
+    "cli": {"rankgrad", "data", "eval", "detection", "models", "recipes", "report", "runs", "search", "train"},
     # `search` inside load(), so that `import rankgrad` stays light
     "rankgrad": {"losses", "ops", "eval", "train", "search"},
 }
