@@ -1,6 +1,8 @@
 """The command line with `--processes`: a process that is killed is named, and the run goes on with another number of them."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,9 +36,9 @@ def environment(tmp_path_factory):
         yield
 
 
-def begun(folder):
+def begun(folder, *arguments):
     """A run of two processes that has written its first checkpoint."""
-    line = command("train", *RUN, "--out", folder, "--processes", "2")
+    line = command("train", *RUN, "--out", folder, "--processes", "2", *arguments)
     started = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     patience = time.monotonic() + SECONDS
     while not (folder / "checkpoints" / "last.json").exists():
@@ -89,6 +91,41 @@ def test_a_killed_launcher_takes_its_processes_along(tmp_path):
     _, said = started.communicate(timeout=SECONDS)
     assert "Traceback" not in said
     assert entries_of(folder)[-1]["reason"] in ("interrupted", "finished")
+
+
+@NEEDS_PROC
+@pytest.mark.usefixtures("environment")
+def test_a_stopped_process_is_named_and_given_up(tmp_path):
+    folder = tmp_path / "run"
+    started = begun(folder, "--process-timeout", "12")
+    os.kill(ranks(folder)[1], signal.SIGSTOP)
+    struck = time.monotonic()
+    _, said = started.communicate(timeout=SECONDS)
+    assert time.monotonic() - struck < 45
+    assert started.returncode == 2
+    assert "rankgrad: rank 1 has not responded for" in said
+    assert "rankgrad: rank 1 has not responded for 12 s and is ended" in said
+    assert "rank 1 of 2 processes was ended by SIGKILL" in said.strip().splitlines()[-1]
+    assert "Traceback" not in said
+
+
+@NEEDS_PROC
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_signal_to_the_launcher_ends_it_promptly(tmp_path, stopped):
+    folder = tmp_path / "run"
+    started = begun(folder, "--epochs", "500")
+    if stopped:
+        os.kill(ranks(folder)[1], signal.SIGSTOP)
+    started.terminate()
+    struck = time.monotonic()
+    _, said = started.communicate(timeout=SECONDS)
+    assert time.monotonic() - struck < 20, "torchrun waits 30 s for a process that does not end"
+    assert started.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in said
+    assert "death signal" not in said
+    if not stopped:
+        assert entries_of(folder)[-1]["reason"] == "interrupted"
 
 
 @pytest.mark.usefixtures("environment")

@@ -204,7 +204,7 @@ def _version() -> str:
         return rankgrad.__version__
 
 
-def _run_as_module() -> NoReturn:
+def run_as_module() -> NoReturn:
     """`python -m rankgrad.cli`, which is how torchrun starts it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         sys.exit(main())

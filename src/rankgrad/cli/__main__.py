@@ -1,7 +1,5 @@
 """`python -m rankgrad.cli`."""
 
-import sys
+from rankgrad.cli import run_as_module
 
-from rankgrad.cli import main
-
-sys.exit(main())
+run_as_module()

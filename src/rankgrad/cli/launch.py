@@ -4,18 +4,19 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rankgrad._checks import check_count
 from rankgrad.train.errors import FailedProcessError
+from rankgrad.train.heartbeat import LOST
 from rankgrad.train.processes import is_lost_process, launched
 
-# exit status of a process that stopped because another one had: not the one to blame
-LOST = 3
 # exit status of a process that has told the user what to do, and of one that was asked to stop
 REPORTED, INTERRUPTED = 2, 130
 # seconds that the first process has to report an error before another one ends
@@ -24,6 +25,8 @@ HEAD_START = 2.0
 LAUNCHER = "RANKGRAD_LAUNCHER"
 # seconds between two checks that the launcher is alive
 LAUNCHER_CHECK = 1.0
+# seconds between two searches for stopped processes while a launch is ending
+CHILD_CHECK = 0.5
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
@@ -43,12 +46,10 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     # torchrun would give each process one core
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ[LAUNCHER] = str(os.getpid())
-    # failures are reported below
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     command = ["--standalone", f"--nproc-per-node={processes}", "--max-restarts=0", "-m", "rankgrad.cli", *arguments]
     try:
         # torchrun would make a folder for its records and leave it
-        with tempfile.TemporaryDirectory(prefix="rankgrad-launch-") as records:
+        with tempfile.TemporaryDirectory(prefix="rankgrad-launch-") as records, _no_logging(), _end_stopped_children():
             run(parse_args([f"--log-dir={records}", *command]))
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: (_blame(item[1].exitcode), item[1].timestamp, item[0]))
@@ -59,6 +60,54 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+@contextlib.contextmanager
+def _no_logging() -> Iterator[None]:
+    """Silences torchrun: failures are reported by `launch`."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def _end_stopped_children() -> Iterator[None]:
+    """Kills stopped child processes when this process is asked to end: they do not react to the signals that torchrun sends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while (received := ours.recv(1)) and received[0] not in (signal.SIGINT, signal.SIGTERM):
+            pass
+        while received:
+            for child in _children(state="T"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            time.sleep(CHILD_CHECK)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        theirs.close()
+
+
+def _children(state: str) -> list[int]:
+    """Process ids of child processes in a state, where there is /proc."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if fields[0] == state and int(fields[1]) == os.getpid():
+                found.append(int(file.parent.name))
+    return found
 
 
 def stop_with_launcher() -> None:

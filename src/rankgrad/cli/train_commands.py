@@ -6,6 +6,7 @@ Those of `rankgrad detect` are the same functions, called with another task.
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +24,7 @@ from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RETRIEVAL, RunContext, Task
 from rankgrad.train.errors import FailedProcessError, TrainingError
-from rankgrad.train.processes import Processes, join, launched
+from rankgrad.train.processes import SILENCE_LIMIT, Processes, join, launched
 from rankgrad.train.sharding import Parallel
 
 CHECKPOINTS = ("best", "last", "untrained")
@@ -62,7 +63,7 @@ def train(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     run = RunFolder(Path(given.resume) if given.resume else given.out or Path("runs") / (recipe.name if recipe else ""))
     if _must_launch(given):
         return _launch_training(arguments, given.processes, run)
-    with join(device_named(given.device)) as processes:
+    with _join(given) as processes:
         context = _context(given, processes)
         if given.resume is not None:
             opened = task_of(run, context, changes)
@@ -133,7 +134,7 @@ def evaluate(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     if _must_launch(given):
         return launch(["eval", *without_flag(arguments, "--processes")], given.processes)
     run = RunFolder(given.run)
-    with join(device_named(given.device)) as processes:
+    with _join(given) as processes:
         opened = task_of(run, _context(given, processes), changed_settings(given, kind.recipe))
         evaluate_run(opened, run, splits=given.split, checkpoint=given.checkpoint, protocol=vars(given).get("protocol"))
         if processes.first:
@@ -286,6 +287,21 @@ def _add_context(parser: Parser, kind: TaskKind) -> None:
 def _add_processes(parser: Parser, kind: TaskKind, help_text: str = "number of local processes [1]", default: int = 1) -> None:
     if kind.distributed:
         parser.add_argument("--processes", metavar="N", type=int, default=default, help=f"{help_text}; torchrun works too")
+        parser.add_argument(
+            "--process-timeout",
+            metavar="SECONDS",
+            type=float,
+            default=SILENCE_LIMIT,
+            help=f"end the run when one of several processes has not responded for this long [{SILENCE_LIMIT:.0f}]",
+        )
+
+
+def _join(given: argparse.Namespace) -> AbstractContextManager[Processes]:
+    """The processes of this command."""
+    limit = vars(given).get("process_timeout", SILENCE_LIMIT)
+    if not limit > 0:
+        raise ValueError(f"--process-timeout must be a number of seconds above 0, got {limit:g}")
+    return join(device_named(given.device), silence_limit=limit)
 
 
 def _add_parallel(parser: Parser, kind: TaskKind) -> None:

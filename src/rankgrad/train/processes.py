@@ -25,11 +25,15 @@ from numpy.typing import NDArray
 
 from rankgrad._checks import check_count
 from rankgrad.train.errors import LostProcessError
+from rankgrad.train.heartbeat import heartbeats
 
 Answer = TypeVar("Answer")
 
 # how long a process waits for another, which may be decoding a large data set; one that has ended is noticed at once
 TIMEOUT = dt.timedelta(hours=2)
+
+# seconds after which the run ends because a process does not respond, for instance because it was stopped
+SILENCE_LIMIT = 600.0
 
 # rows are sent to the first process in blocks of this size
 BLOCK_BYTES = 2**26
@@ -142,14 +146,15 @@ def exit_process(status: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def join(device: torch.device, *, timeout: dt.timedelta = TIMEOUT) -> Iterator[Processes]:
+def join(device: torch.device, *, timeout: dt.timedelta = TIMEOUT, silence_limit: float = SILENCE_LIMIT) -> Iterator[Processes]:
     """Joins the process group of torchrun's environment, gloo on CPUs and nccl on GPUs; leaves it if nothing was raised.
 
     Without torchrun this is the only process. A group that exists already is used and kept.
 
     Args:
         device: "cpu", or "cuda" for the GPU with this process's local rank.
-        timeout: how long a process waits for another.
+        timeout: how long a process waits for another that responds.
+        silence_limit: seconds after which a process that does not respond is given up.
     """
     if dist.is_available() and dist.is_initialized():
         yield _member(device, timeout)
@@ -164,7 +169,9 @@ def join(device: torch.device, *, timeout: dt.timedelta = TIMEOUT) -> Iterator[P
         torch.cuda.set_device(device)
     on_gpu = device.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, device_id=device if on_gpu else None)
-    yield _member(device, timeout)
+    member = _member(device, timeout)
+    with heartbeats(member.rank, member.size, limit=silence_limit):
+        yield member
     # only if nothing was raised: leaving waits for the other processes, which may have ended
     dist.destroy_process_group()
 
