@@ -22,7 +22,7 @@ LABELS = np.repeat(np.arange(CLASSES), PER_CLASS)
 def images():
     torch.manual_seed(0)
     patterns = torch.randint(90, 166, (CLASSES, 3, SIDE, SIDE))
-    pixels = (patterns[torch.from_numpy(LABELS)] + torch.randint(-90, 90, (len(LABELS), 3, SIDE, SIDE))).to(torch.uint8)
+    pixels = (patterns[torch.from_numpy(LABELS)] + torch.randint(-40, 40, (len(LABELS), 3, SIDE, SIDE))).to(torch.uint8)
     flat = torch.cat((pixels.flatten(), torch.zeros(SIDE, dtype=torch.uint8)))
     return ImageBuffer(flat, torch.full((len(LABELS), 2), SIDE))
 
