@@ -136,4 +136,10 @@ def test_a_run_on_a_list_of_absolute_paths(classes, tmp_path, capsys):
     assert "--image-root DIR" in capsys.readouterr().err
     assert train(*command, "--image-root", classes) == 0
     assert np.load(tmp_path / "run" / "eval" / "test" / "embeddings.npy").shape[0] == 30
-    assert cli.main(["eval", str(tmp_path / "run"), "--device", "cpu", "--cache", "none"]) == 0
+    # the images and their list move together
+    moved = classes.rename(tmp_path / "moved")
+    listed.write_text(listed.read_text().replace(str(classes), str(moved)))
+    command = ["eval", str(tmp_path / "run"), "--image-root", str(moved), "--device", "cpu", "--cache", "none"]
+    assert cli.main(command) == 0
+    # where they are makes no other result
+    assert [path.name for path in (tmp_path / "run" / "eval").iterdir() if path.is_dir()] == ["test"]

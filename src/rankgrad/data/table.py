@@ -76,7 +76,7 @@ class Table:
     Attributes:
         name: data set and split, "sop/train".
         root: folder that `paths` are relative to.
-        paths: [N] files, or names where `pixels` holds the images.
+        paths: [N] files, or names if the images are in `pixels`.
         labels: [N] int64, the class of each image: any integers, -1 for an image without a class.
         categories: [N] int64, positions in `category_names`, -1 for unlabelled. A property of the image: a class may
             have images in several.
@@ -225,7 +225,7 @@ class Table:
     def fingerprint(self) -> str:
         """A digest of all that decides a result: paths, file sizes, labels, categories, boxes, query and gallery marks.
 
-        Equal on every machine and wherever `root` lies. A missing file has no size; images that are pixels count by content.
+        Equal on every machine and for any `root`. A missing file has no size; images that are pixels count by content.
         """
         digest = hashlib.blake2b(digest_size=16)
         for name in ("labels", "categories", "is_query", "is_gallery", "boxes", "pixels"):

@@ -83,7 +83,9 @@ def evaluate_run(
     saved_file = folder.read()
     settings = task.recipe.settings()
     changed = [
-        f"{name}={format_value(value)}" for name, value in settings.items() if saved_file.settings.get(name, value) != value
+        f"{name}={format_value(value)}"
+        for name, value in settings.items()
+        if saved_file.settings.get(name, value) != value and name not in task.recipe.locations
     ]
     default: Which = "best" if folder.checkpoints.pointer("best") else "last"
     which = checkpoint or default

@@ -255,6 +255,8 @@ class Recipe:
 
     before_setting: ClassVar[Mapping[str, Any]] = {}
     """For settings that older run files lack: the value that has their behaviour."""
+    locations: ClassVar[frozenset[str]] = frozenset()
+    """Settings that say where files are: they make no difference to a result."""
     mutable_on_resume: ClassVar[frozenset[str]] = frozenset()
     """Settings outside the training loop that may change between two parts of one run: they do not decide what is trained."""
 

@@ -178,6 +178,7 @@ class RetrievalRecipe(Recipe):
     )
 
     before_setting: ClassVar[Mapping[str, Any]] = {"split_seed": "alphabetical"}
+    locations: ClassVar[frozenset[str]] = frozenset({"image_root"})
     mutable_on_resume: ClassVar[frozenset[str]] = frozenset({"partial", "skip_bad", "test_on", "scales", "image_root"})
 
     def check_combinations(self) -> None:

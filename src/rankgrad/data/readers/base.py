@@ -1,4 +1,4 @@
-"""What all readers share: the value they return, where a data set lies, which of its images exist, its published size."""
+"""What all readers share: the value they return, where a data set is, which of its images exist, its published size."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

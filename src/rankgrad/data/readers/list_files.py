@@ -81,7 +81,7 @@ def numbered_csv(path: Path, errors: ReadErrors) -> Iterator[tuple[int, list[str
 
 @dataclass(frozen=True)
 class Column:
-    """What one column of a list must hold.
+    """What one column of a list must contain.
 
     Attributes:
         name: as in the header or in the data set's description.

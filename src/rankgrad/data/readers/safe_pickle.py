@@ -52,7 +52,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands in for an array until its content comes."""
+    """Stands in for an array until its content is set."""
 
     values: NDArray[Any] = np.empty(0)
 
@@ -78,14 +78,14 @@ def _scalar(dtype: _Dtype, data: bytes | str) -> Any:
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """Stands in for _codecs.encode, by which old pickles spell bytes."""
+    """Stands in for _codecs.encode, which old pickles use for bytes."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it asks for bytes in encoding {encoding!r}: refused")
     return text.encode("latin1")
 
 
 def _no_bytes() -> bytes:
-    """Stands in for bytes, by which old pickles spell empty ones."""
+    """Stands in for bytes, which old pickles use for empty ones."""
     return b""
 
 
