@@ -24,6 +24,7 @@ from rankgrad.runs.data_identity import DataIdentity
 from rankgrad.runs.recipe import Published
 from rankgrad.runs.run_folder import RunFolder, explain_unreadable
 from rankgrad.runs.task import EvaluateSplit, RunContext, SplitResult, TestIdentity
+from rankgrad.train.large_batch import Loss
 from rankgrad.train.loop import Evaluator
 from rankgrad.train.settings import AUTOCAST
 
@@ -121,7 +122,7 @@ class DetectionTask:
     def initialise(self, model: nn.Module) -> None:
         """Nothing depends on the data."""
 
-    def param_groups(self, model: nn.Module) -> None:
+    def param_groups(self, model: nn.Module, loss: Loss) -> None:
         return None
 
     def make_loss(self) -> DetectionObjective:

@@ -148,6 +148,7 @@ def _train(
     if not begun:
         task.initialise(model)
     content = RunFile.of(task.name, recipe, context.data, debug=debug, entries=task.run_file_entries())
+    loss = task.make_loss()
     with folder.recorded(content, context.processes):
         if not recipe.trains:
             return model, _save_untrained(model, folder, context.processes)
@@ -156,11 +157,11 @@ def _train(
             _test_splits(task, model, folder, _TestedWeights("untrained", 0, (UNTRAINED,)), debug=debug)
         outcome = fit(
             model,
-            task.make_loss(),
+            loss,
             batches,
             recipe.train_settings(parallel=context.parallel),
             folder.path,
-            param_groups=task.param_groups(model),
+            param_groups=task.param_groups(model, loss),
             evaluators=task.evaluators(),
             select=task.selected_on(),
             device=context.device,

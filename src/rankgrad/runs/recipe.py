@@ -49,7 +49,7 @@ def setting(
         group: heading under which it is listed.
         least: smallest number allowed.
         most: largest number allowed.
-        choices: registry whose names are allowed.
+        choices: registry whose names are allowed; `pml:NAME` among them allows any name after the colon.
     """
     return field(default=default, metadata={"help": help, "group": group, "least": least, "most": most, "choices": choices})
 
@@ -91,7 +91,7 @@ class Setting:
         return tuple(map(self._check_one, value))
 
     def _check_one(self, value: Any) -> Any:
-        if isinstance(value, str) and value in self.choices:
+        if isinstance(value, str) and (value in self.choices or value.startswith(self._prefixes)):
             return value
         if self.kind is str:
             if not isinstance(value, str):
@@ -106,6 +106,10 @@ class Setting:
                 raise ValueError(f"`{self.name}` must be true or false, got {shorten(value)}")
             return value
         return self._check_number(value)
+
+    @property
+    def _prefixes(self) -> tuple[str, ...]:
+        return tuple(f"{choice.partition(':')[0]}:" for choice in self.choices if ":" in choice)
 
     def _check_number(self, value: Any) -> int | float:
         is_integer = isinstance(value, int) and not isinstance(value, bool)

@@ -16,6 +16,8 @@ Sampler: TypeAlias = Literal["class-balanced", "whole-class", "category-hard", "
 Weighting: TypeAlias = Literal["log", "loglog"]
 Validation: TypeAlias = Literal["none", "half", "split", "test"]
 
+METRIC_LEARNING = "pml:"
+
 # size of a debug version
 DEBUG_CLASSES, DEBUG_IMAGES_PER_CLASS = 12, 6
 
@@ -123,7 +125,18 @@ class RetrievalRecipe(Recipe):
         False, "initialise the linear layer with the learned whitening of the training images", group="model"
     )
 
-    loss: str = setting("recall-at-k", "loss to optimise", group="loss", choices=PRESETS)
+    loss: str = setting(
+        "recall-at-k",
+        "loss to optimise; pml:NAME is a loss of pytorch-metric-learning",
+        group="loss",
+        choices=(*PRESETS, f"{METRIC_LEARNING}NAME"),
+    )
+    loss_args: str = setting("", "constructor arguments of a pml: loss, as name=value,name=value", group="loss")
+    loss_lr: float = setting(
+        1.0, "learning rate of a pml: loss's own parameters, as a multiple of lr", group="loss", least=0.0
+    )  # fmt: skip
+    miner: str = setting("", "miner of pytorch-metric-learning for a pml: loss", group="loss")
+    miner_args: str = setting("", "constructor arguments of the miner, as name=value,name=value", group="loss")
     bins: int = setting(10, "histogram bins (fastap)", group="loss", least=1)
     lam: float = setting(
         4.0, "interpolation strength of the blackbox gradient, on ranks divided by the list's length (rambo)",
@@ -185,6 +198,7 @@ class RetrievalRecipe(Recipe):
         """Refuse settings of batches, model, loss and data that exclude each other."""
         self.model_spec()
         self._check_batches()
+        self._check_loss()
         whole = self.chunk_size == 0 or (isinstance(self.chunk_size, int) and 0 < self.batch_size <= self.chunk_size)
         if self.batch_norm == "live" and not whole:
             raise ValueError(
@@ -201,6 +215,21 @@ class RetrievalRecipe(Recipe):
             raise ValueError("`skip_bad` needs `decode='once'`: only then are bad images known before training")
         if not READERS[self.data_set].needs_folder and self.test_on:
             raise ValueError(f"`test_on` is for data sets on disk; {self.data_set} has a test split of its own")
+
+    @property
+    def uses_metric_learning(self) -> bool:
+        """Whether the loss is one of pytorch-metric-learning."""
+        return self.loss.startswith(METRIC_LEARNING)
+
+    def _check_loss(self) -> None:
+        if self.uses_metric_learning:
+            for name in ("simix", "memory", "query_in_database"):
+                if getattr(self, name):
+                    raise ValueError(f"`{name}` is for rank losses, and `loss` is {self.loss}")
+            return
+        for name in ("loss_args", "miner", "miner_args"):
+            if getattr(self, name):
+                raise ValueError(f"`{name}` is for losses of pytorch-metric-learning (pml:NAME), and `loss` is {self.loss}")
 
     def _check_batches(self) -> None:
         if self.sampler == "class-balanced":

@@ -31,7 +31,7 @@ from rankgrad.runs.data_identity import DataIdentity
 from rankgrad.runs.embedding import MultiScale, embed
 from rankgrad.runs.recipe import Published
 from rankgrad.runs.retrieval_evaluation import SplitEvaluator, evaluate_shards
-from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+from rankgrad.runs.retrieval_recipe import METRIC_LEARNING, RetrievalRecipe
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RETRIEVAL, VALIDATION, RunContext, SplitResult, TestIdentity
 from rankgrad.train.large_batch import Loss
@@ -141,9 +141,9 @@ class RetrievalTask:
             for note in whiten(self, as_embedder(model), self.data.training(self.recipe)[0]):
                 self.context.note(note)
 
-    def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+    def param_groups(self, model: nn.Module, loss: Loss) -> list[dict[str, Any]]:
         recipe = self.recipe
-        return parameter_groups(
+        groups = parameter_groups(
             as_embedder(model),
             lr=recipe.lr,
             weight_decay=recipe.weight_decay,
@@ -152,10 +152,39 @@ class RetrievalTask:
             gem_lr=recipe.gem_lr,
             decay_gem=recipe.decay_gem,
         )
+        own = list(loss.parameters()) if isinstance(loss, nn.Module) else []
+        if own:
+            groups.append({"params": own, "lr": recipe.lr * recipe.loss_lr, "weight_decay": recipe.weight_decay})
+        return groups
 
     def make_loss(self) -> Loss:
+        if self.recipe.uses_metric_learning:
+            return self._metric_learning_loss()
         loss = self.local_loss()
         return DistributedRankLoss(loss) if self.context.processes.size > 1 else loss
+
+    def _metric_learning_loss(self) -> Loss:
+        recipe = self.recipe
+        if self.context.processes.size > 1:
+            raise ValueError(
+                f"--loss {recipe.loss} cannot be divided over processes: each would see its own batch only. "
+                "Use one process, or a rank loss"
+            )
+        from rankgrad.integrations.pytorch_metric_learning import MetricLearningLoss, parse_arguments
+
+        classes = np.unique(self.data.training(recipe)[0].selected.labels)
+        # the first proxies are the same whenever the run is started
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(derive(recipe.seed, "first proxies"))
+            loss = MetricLearningLoss(
+                recipe.loss.removeprefix(METRIC_LEARNING),
+                parse_arguments(recipe.loss_args, "--loss-args"),
+                classes[classes >= 0].tolist(),
+                recipe.dim or self.make_model(pretrained=False).dim,
+                recipe.miner,
+                parse_arguments(recipe.miner_args, "--miner-args"),
+            )
+        return loss.to(self.context.device)
 
     def local_loss(self) -> RankLoss | SiMix | EmbeddingMemory:
         """The loss of one process: the recipe's preset, with SiMix or a memory around it."""

@@ -345,14 +345,14 @@ def _sizes(items: int) -> list[int]:
 def step_cost_of(task: Task) -> StepCost:
     """What a training step of a task costs; with data the batches are real, and the time of an epoch is told too."""
     # neither time nor memory depends on the weights, so nothing is downloaded
-    model = task.make_model(pretrained=False)
+    model, loss = task.make_model(pretrained=False), task.make_loss()
     return measure_step(
         model,
-        task.make_loss(),
+        loss,
         task.sample_batch,
         task.recipe.train_settings(),
         task.context.device,
-        param_groups=task.param_groups(model),
+        param_groups=task.param_groups(model, loss),
         steps_per_epoch=len(task.make_batches()) if task.has_data else 0,
         # a memory makes the lists longer until it is full
         warm_up=1 + task.recipe.memory,

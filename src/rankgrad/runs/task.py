@@ -164,8 +164,8 @@ class Task(Protocol):
         """Set weights that depend on the data, in a new run only."""
         ...
 
-    def param_groups(self, model: nn.Module) -> list[dict[str, Any]] | None:
-        """Parameter groups; None for all parameters in one."""
+    def param_groups(self, model: nn.Module, loss: Loss) -> list[dict[str, Any]] | None:
+        """Parameter groups of model and loss; None for all parameters in one."""
         ...
 
     def make_loss(self) -> Loss:
