@@ -214,6 +214,15 @@ def test_a_run_that_cannot_go_on_is_a_sentence_and_a_bug_is_not(monkeypatch, cap
         cli.main(["eval"])
 
 
+def test_escapes_in_names_do_not_reach_the_terminal(monkeypatch, capsys):
+    def verb(arguments):
+        raise ValueError("cannot read:\n  \x1b[31mevil\x1b]0;title\x07.jpg")
+
+    monkeypatch.setattr(demo, "main", verb)
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr().err == "rankgrad demo: cannot read:\n  \\x1b[31mevil\\x1b]0;title\\x07.jpg\n"
+
+
 def test_recipes_and_protocols_are_listed(capsys):
     assert cli.main(["recipes"]) == 0
     assert re.search(r"^sop-recall-at-k +sop .* R@1 82\.8 +RS@k, Table 2$", capsys.readouterr().out, re.MULTILINE)

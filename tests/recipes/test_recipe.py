@@ -151,6 +151,9 @@ def test_a_wrong_value_names_its_setting(arguments, message):
         ("use `batch_norm='frozen'` or `chunk_size=0`", "use --batch-norm frozen or --chunk-size 0"),
         ("`skip_bad=True`, `simix=False`", "--skip-bad, --no-simix"),
         ("`rankgrad recipes` lists `all`", "`rankgrad recipes` lists `all`"),
+        ("lower batch_size to 8 or per_class", "lower --batch-size to 8 or --per-class"),
+        ("pass skip_bad=True, batch_norm='frozen'.", "pass --skip-bad, --batch-norm frozen."),
+        ("/data/batch_size/x.jpg, my_batch_size, batch_size.txt", "/data/batch_size/x.jpg, my_batch_size, batch_size.txt"),
     ],
 )
 def test_a_command_names_settings_as_flags(message, wanted):

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from typing import NoReturn
 
-from rankgrad._messages import did_you_mean, install_hint
+from rankgrad._messages import did_you_mean, install_hint, printable
 
 # which extra of pyproject.toml brings a module that `import rankgrad` does without
 EXTRA_OF = {
@@ -179,6 +179,8 @@ def _for_the_command_line(error: Exception) -> Exception:
     if is_out_of_memory(error):
         return TrainingError(describe_out_of_memory(error))
     text = in_flags(without_caller(str(error)), {**settings_of(RetrievalRecipe), **settings_of(DetectionRecipe)})
+    # names of files and classes may hold anything
+    text = "\n".join(map(printable, text.split("\n")))
     if text != str(error):
         error.args = (text,)
     return error

@@ -116,4 +116,7 @@ def in_flags(message: str, settings: Collection[str]) -> str:
             return flag_of(name) if value == "True" else flag_of(f"no_{name}")
         return flag_of(name) if value is None else f"{flag_of(name)} {value.strip(QUOTES)}"
 
-    return re.sub(r"`(\w+)(?:=([^`]*))?`", flag, message)
+    # in backticks; without them names of two words, which are no English
+    long_names = "|".join(name for name in settings if "_" in name)
+    message = re.sub(r"`(\w+)(?:=([^`]*))?`", flag, message)
+    return re.sub(rf"(?<![\w/.`-])({long_names})(?:=('[^']*'|\w+))?(?![\w/.]*[\w/])", flag, message)

@@ -194,7 +194,7 @@ def _estimate(decoder: ImageDecoder, skip_bad: bool, progress: bool, workers: in
 
 def _unreadable(table: Table, messages: Iterable[str]) -> UnreadableImageError:
     return UnreadableImageError(
-        f"{_listed(tuple(messages), len(table))}\nRepair or remove these files, or skip them with --skip-bad (skip_bad=True)"
+        f"{_listed(tuple(messages), len(table))}\nRepair or remove these files, or skip them with `skip_bad=True`"
     )
 
 

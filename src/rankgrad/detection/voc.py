@@ -197,7 +197,7 @@ def _scene(path: Path, image: Path, class_names: tuple[str, ...], notes: _Notes,
         if problem and not skip_bad:
             raise ValueError(
                 f"voc: {path}: the box of a {each.name} {problem}; correct the file, or leave such objects out with "
-                "skip_bad=True (--skip-bad)"
+                "`skip_bad=True`"
             )
         if problem:
             notes.add("objects left out that have no area or lie outside of their image", path.name)

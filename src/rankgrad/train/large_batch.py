@@ -376,5 +376,5 @@ def check_no_live_batch_norm(model: nn.Module) -> None:
         raise ValueError(
             f"LargeBatch: {', '.join(names[:3])}{more} would normalise with the statistics of a chunk instead of the batch. "
             "Call .eval() on these layers after model.train() (--batch-norm frozen), use GroupNorm, or pass the whole batch at "
-            "once with chunk_size=0 (--chunk-size 0)"
+            "once with `chunk_size=0`"
         )
