@@ -8,7 +8,7 @@ from torch import nn
 
 import rankgrad as rg
 from rankgrad.train import diagnostics
-from rankgrad.train.diagnostics import batch_metrics, diagnose, pairs_with_gradient, skipped_queries, spread
+from rankgrad.train.diagnostics import CollapseDetector, batch_metrics, diagnose, pairs_with_gradient, skipped_queries, spread
 
 
 def slow_metrics(embeddings, labels, queries):
@@ -99,3 +99,16 @@ def test_skipped_queries():
     memory(torch.randn(6, 4), labels)
     memory(torch.randn(6, 4), labels)
     assert skipped_queries(labels, memory) == 0, "each finds itself of the batch before"
+
+
+def test_collapse_is_told_once_and_only_where_it_is_one():
+    detector = CollapseDetector()
+    assert [detector.check({"spread": value}) for value in (0.6, 0.3, 0.1, 0.05)] == [None] * 4
+    told = detector.check({"spread": 0.004})
+    assert "the mean cosine between images is 0.9960, it was 0.4000 at first" in told
+    assert "lower --lr" in told
+    assert detector.check({"spread": 0.001}) is None
+    # a network that begins with similar embeddings and draws them apart
+    detector = CollapseDetector()
+    assert [detector.check({"spread": value}) for value in (0.015, 0.01, 0.02, 0.1)] == [None] * 4
+    assert detector.check({"loss of a detector": 1.0}) is None

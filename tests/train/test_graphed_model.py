@@ -207,6 +207,26 @@ def test_recording_is_tried_twice_and_the_reason_is_told_in_one_line(recorder, k
     assert gc.isenabled()
 
 
+def test_the_reason_is_the_first_error_of_a_capture(recorder):
+    """Ending a capture that has failed fails too."""
+    model, images, labels = problem(20)
+    errors = []
+    for _ in range(2):
+        error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        error.__context__ = RuntimeError("a layer synchronises")
+        errors.append(error)
+    FakeRecorder.errors = errors
+    assert large(model, 1).record(graphs_of(model), images, labels) == "a layer synchronises"
+
+
+def test_a_shorter_last_chunk_has_no_graphs(recorder):
+    model, images, labels = problem(22)
+    graphs = graphs_of(model)
+    assert large(model, 99).record(graphs, images, labels) is None
+    assert graphs.num_kept == 5
+    assert graphs._embed is None
+
+
 def test_too_little_memory_keeps_fewer_chunks(recorder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     model, images, labels = problem(20)

@@ -642,6 +642,17 @@ def test_a_run_whose_state_was_pickled_is_continued_exactly(tmp_path):
     assert torch.equal(flat(continued), flat(whole))
 
 
+def test_a_collapse_is_told_while_it_happens(tmp_path):
+    def together(embeddings, labels):
+        unit = nn.functional.normalize(embeddings, dim=1)
+        return -(unit @ unit.t()).mean()
+
+    train(tmp_path, changed(epochs=10, lr=3e-2), loss=together, model=network(dropout=0.0))
+    (warning,) = entries(tmp_path, "warning")
+    assert warning["message"].startswith("all embeddings fall together: the mean cosine between images is 0.9")
+    assert warning["step"] < 50
+
+
 def test_diagnostics_do_not_change_training(tmp_path):
     often, _ = train(tmp_path / "a", changed(log_every=1), loss=remembering())
     never, _ = train(tmp_path / "b", changed(log_every=1000), loss=remembering())

@@ -1,31 +1,35 @@
-"""What the loss does not show: the exact metric in the batch, how many queries and pairs still teach, and collapse."""
+"""What the loss does not show: exact metrics in the batch, queries and pairs that still have a gradient, and collapse."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# scores looked at for a log entry, 16 MiB of float32; fewer queries are taken of a larger batch
+# scores computed for a log entry, 16 MiB of float32; of a larger batch fewer queries are used
 MOST_SCORES = 2**22
 MOST_QUERIES = 2048
 MOST_QUERIES_FOR_GRADIENTS = 512
 MOST_ROWS_FOR_SPREAD = 1024
 
-# of the largest gradient of a pair: below this a pair does not move the model
+# share of the largest gradient of a pair below which a pair does not move the model
 NOTICEABLE = 1e-3
+
+# embeddings have collapsed when their spread is below this, and below this share of what it was at first
+COLLAPSED, OF_FIRST = 0.02, 0.2
 
 
 def diagnose(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
     """Numbers for a journal entry, from the embeddings of a batch; those of `loss.diagnose` where it has one.
 
     Returns:
-        batch_R@1, batch_mAP: exact, each query against the rest of the batch; queries with nothing to find are left out.
-        perfect: share of these queries whose relevant items all come first, so that they teach nothing more.
+        batch_R@1, batch_mAP: exact, each query against the rest of the batch; queries without relevant items are skipped.
+        perfect: share of these queries whose relevant items all come first, so that they have no gradient left.
         pairs_with_gradient: share of (query, candidate) scores with a noticeable gradient, where the loss takes scores.
         spread: 1 - mean cosine between different images; 0 when all embeddings have collapsed into one.
-        effective_rank: in how many dimensions they lie, exp of the entropy of their normalised singular values.
-        skipped: queries without anything to find.
+        effective_rank: number of dimensions they span, exp of the entropy of their normalised singular values.
+        skipped: queries without relevant items.
     """
     if hasattr(loss, "diagnose"):
         numbers: dict[str, float] = loss.diagnose(embeddings, labels)
@@ -38,6 +42,29 @@ def diagnose(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
     if share is not None:
         numbers["pairs_with_gradient"] = share
     return numbers
+
+
+class CollapseDetector:
+    """Notices that all embeddings fall together, from the numbers of `diagnose`."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.told = False
+
+    def check(self, numbers: Mapping[str, float]) -> str | None:
+        """What to tell the user, once; None while there is nothing to tell."""
+        now = numbers.get("spread")
+        if now is None or self.told:
+            return None
+        first = self.first
+        self.first = now if first is None else first
+        if first is None or now >= COLLAPSED or now >= OF_FIRST * first:
+            return None
+        self.told = True
+        return (
+            f"all embeddings fall together: the mean cosine between images is {1 - now:.4f}, it was {1 - first:.4f} at first. "
+            "Most often the learning rate is too high: lower --lr, add --warmup-steps, or start from --whiten"
+        )
 
 
 def batch_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
@@ -62,7 +89,7 @@ def batch_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def pairs_with_gradient(embeddings: Tensor, labels: Tensor, loss: Any) -> float | None:
-    """Share of scores that move the loss noticeably; None for a loss that takes no scores."""
+    """Share of scores with a noticeable gradient; None for a loss that does not take scores."""
     while not hasattr(loss, "from_scores") and isinstance(getattr(loss, "loss", None), nn.Module):
         loss = loss.loss  # a loss inside SiMix or a memory
     if not hasattr(loss, "from_scores"):
@@ -78,7 +105,7 @@ def pairs_with_gradient(embeddings: Tensor, labels: Tensor, loss: Any) -> float 
 
 
 def spread(embeddings: Tensor) -> dict[str, float]:
-    """How far unit embeddings lie apart, and in how many dimensions."""
+    """Mean distance of unit embeddings, and the number of dimensions they span."""
     rows = embeddings[:MOST_ROWS_FOR_SPREAD].double()
     count = len(rows)
     if count < 2:
@@ -92,9 +119,9 @@ def spread(embeddings: Tensor) -> dict[str, float]:
 
 
 def skipped_queries(labels: Tensor, loss: Any) -> int:
-    """Queries of the last batch that had nothing to find, as the loss counted them where it did."""
+    """Queries of the last batch without relevant items, as the loss counted them if it did."""
     used = getattr(loss, "used_queries", None)
-    # a wrapper that is no memory adds queries of its own to those of the batch and counts them too
+    # a wrapper that is not a memory adds queries to those of the batch and counts them too
     if used is not None and (hasattr(loss, "past") or not hasattr(loss, "loss")):
         return len(labels) - int(used)
     counts = torch.unique(labels, return_counts=True)[1]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rankgrad._device import autocast_disabled, forget_failed_capture
+from rankgrad.train.errors import is_out_of_memory
 from rankgrad.train.snapshot import BufferSnapshot
 
 Replay: TypeAlias = Callable[[], None]
@@ -139,9 +140,10 @@ class GraphedModel:
             self.release()
             if chunk.is_cuda:
                 forget_failed_capture(chunk.device)
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            return str(error).partition("\n")[0]
+            first = _first_error(error)
+            if is_out_of_memory(first):
+                raise torch.OutOfMemoryError(str(first)) from None
+            return str(first).partition("\n")[0]
         return None
 
     def _record(self, chunk: Tensor, kept: int, others: bool, recorder: Recorder) -> None:
@@ -241,6 +243,13 @@ class GraphedModel:
 
 def _signature(chunk: Tensor) -> Any:
     return chunk.shape, chunk.dtype
+
+
+def _first_error(error: BaseException) -> BaseException:
+    """What ended a capture; ending it then fails too, with a message that says no more than that."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 @contextlib.contextmanager

@@ -127,11 +127,13 @@ class LargeBatch:
         cuts = self._cuts(images, labels)
         if len(cuts) > 1:
             check_no_live_batch_norm(self.model)
-        kept = self._num_kept(self._signature(images), len(cuts))
         chunk = select_rows(images, cuts[0], self.device)
+        # a shorter last chunk runs layer by layer
+        chunks = sum(cut.stop - cut.start == len(chunk) for cut in cuts)
+        kept = min(self._num_kept(self._signature(images), len(cuts)), chunks)
         while True:
             try:
-                reason = graphs.record(chunk, kept=kept, others=kept < len(cuts))
+                reason = graphs.record(chunk, kept=kept, others=kept < chunks)
             except torch.OutOfMemoryError as error:
                 reason = str(error).partition("\n")[0]
             else:

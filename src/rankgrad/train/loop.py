@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rankgrad._messages import Progress
 from rankgrad.data.seeds import derive
 from rankgrad.train.checkpoints import Checkpoint, CheckpointStore, folder_name
-from rankgrad.train.diagnostics import diagnose
+from rankgrad.train.diagnostics import CollapseDetector, diagnose
 from rankgrad.train.errors import LostProcessError, NotFiniteError, OutOfMemoryError, TrainingError
 from rankgrad.train.journal import JOURNAL, Journal, JsonLines, Tracker, jsonable, provenance
 from rankgrad.train.large_batch import Loss, unwrap_loss
@@ -163,6 +163,7 @@ class _Training:
         self.journal = Journal([])
         self.stop_signal = StopSignal(grace=SIGNAL_GRACE if self.processes.size > 1 else 0.0)
         self.throughput, self.recent_rate, self.epoch_loss = Throughput(), RecentRate(), RunningMean()
+        self.collapse = CollapseDetector()
 
     def run(self, stack: contextlib.ExitStack, resume: bool, description: dict[str, Any]) -> FitResult:
         start = time.perf_counter()
@@ -282,14 +283,18 @@ class _Training:
             "images_per_second": self.throughput.rate(self.device),
             "gradient": float(output.gradient),
             "chunk_size": output.chunk_size,
-            **(diagnose(output.embeddings, output.labels, unwrap_loss(self.step.loss)) if self.processes.first else {}),
         }
+        numbers = diagnose(output.embeddings, output.labels, unwrap_loss(self.step.loss)) if self.processes.first else {}
+        content |= numbers
         if self.device.type == "cuda":
             content["memory"] = torch.cuda.max_memory_allocated(self.device)
         scale = self.step.scale()
         if scale is not None:
             content["scale"] = scale
         self._log("step", **content)
+        collapse = self.collapse.check(numbers)
+        if collapse is not None:
+            self._warn(collapse)
         self.throughput.reset()
 
     def _evaluate(self) -> bool:
