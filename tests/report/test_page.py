@@ -355,6 +355,20 @@ def test_a_test_on_other_data_stands_beside_the_own_one(run, data, tmp_path):
     assert "published" not in alien, "a paper's number is not for other data"
 
 
+def test_the_untrained_network_stands_beside_the_trained_one(run, other, data, tmp_path):
+    folder = copied(run, tmp_path / "first")
+    write_test(folder / "eval/test@untrained", data, data.embeddings(noise=3.0, seed=5))
+    path = folder / "eval/test@untrained/result.json"
+    before = json.loads(path.read_text()) | {"split": "test", "checkpoint": {"name": "untrained", "step": 0}}
+    path.write_text(json.dumps(before))
+    tree = parsed(page(read_runs([folder])))
+    (table,) = [rows_of(each) for each in section(tree, "numbers").all("table")]
+    assert table[0][:4] == ["metric", "this run", "95% interval", "untrained"]
+    assert {row[0]: row[3] for row in table[1:]} == {row[0]: f"{100 * before['metrics'][row[0]]:.1f}" for row in table[1:]}
+    (shared,) = [rows_of(each) for each in section(parsed(page(read_runs([folder, other]))), "numbers").all("table")]
+    assert shared[0][:4] == ["metric", "first", "first (untrained)", "second"]
+
+
 def test_classes_have_their_names_everywhere(tmp_path):
     data = make_data(tmp_path / "images", names=tuple(str(label) for label in range(9)))
     folder = write_run(tmp_path / "run", data, noise=1.5)

@@ -7,12 +7,14 @@ from typing import Any
 from rankgrad._messages import plural
 from rankgrad.report.charts import Interval, colour_of, intervals
 from rankgrad.report.comparison import LEVEL, Difference, differences
-from rankgrad.report.groups import EvaluationGroup, GroupMember, all_groups
+from rankgrad.report.groups import EvaluationGroup, GroupMember, all_groups, is_comparable
 from rankgrad.report.markup import Cell, absent, element, paragraph, percent, signed, table, text
 from rankgrad.report.run_reader import Evaluation, Run, float_of
 
 BIG = ("R@1", "mAP", "mAP@R", "mAP[medium]", "mAP[hard]")
 DEBUG_NOTICE = "This is a debug run: everything in it was shrunk, and its numbers mean nothing."
+# name of the checkpoint before the first step
+UNTRAINED = "untrained"
 GROUPED = "Tests are compared only where data, split and protocol are the same."
 DASH = "\N{EN DASH}"
 
@@ -52,7 +54,7 @@ def numbers(run: Run, split: str | None) -> str:
     chosen = run.evaluation(split)
     if chosen is None:
         return notice + absent(f"The run has not been tested: run `rankgrad eval {run.folder}`.")
-    others = [found for found in run.evaluations.values() if found is not chosen]
+    others = [found for found in run.evaluations.values() if found is not chosen and not _is_baseline(run, found)]
     parts = [notice, _large(run, chosen), _selected(run)]
     parts += [_one_table(run, found) for found in (chosen, *others)]
     tested = {each.split for each in run.evaluations.values() if each.is_own}
@@ -60,6 +62,22 @@ def numbers(run: Run, split: str | None) -> str:
     if untested:
         parts.append(paragraph(text(f"Published, but not tested here: {', '.join(untested)}."), class_="quiet"))
     return "".join(parts)
+
+
+def _baseline(run: Run, evaluation: Evaluation) -> Evaluation | None:
+    """The same test of the untrained network, if it was made."""
+    return next((each for each in run.evaluations.values() if _is_before(run, each, evaluation)), None)
+
+
+def _is_baseline(run: Run, evaluation: Evaluation) -> bool:
+    """Whether a table of another test has this one as a column."""
+    return any(_is_before(run, evaluation, other) for other in run.evaluations.values())
+
+
+def _is_before(run: Run, untrained: Evaluation, trained: Evaluation) -> bool:
+    if untrained.checkpoint != UNTRAINED or trained.checkpoint == UNTRAINED:
+        return False
+    return is_comparable(GroupMember(0, run, untrained, ""), GroupMember(0, run, trained, ""))
 
 
 def _published(run: Run) -> list[Mapping[str, Any]]:
@@ -99,6 +117,9 @@ def _one_table(run: Run, evaluation: Evaluation) -> str:
         header += [("published", "n"), ("difference", "n"), "source"]
     if evaluation.deviations:
         header.insert(3, ("between repeats", "n"))
+    before = _baseline(run, evaluation)
+    if before is not None:
+        header.insert(3, ("untrained", "n"))
     rows: list[list[Cell]] = []
     for metric, value in evaluation.metrics.items():
         if not (is_headline(metric) or metric in published):
@@ -108,6 +129,8 @@ def _one_table(run: Run, evaluation: Evaluation) -> str:
             row: list[Cell] = [text(metric), (percent(value), "n strong"), (_bounds(evaluation.intervals.get(metric)), "n")]
             if evaluation.deviations:
                 row.insert(3, (f"\N{PLUS-MINUS SIGN}{percent(evaluation.deviations.get(metric), 2)}", "n"))
+            if before is not None:
+                row.insert(3, (percent(before.metrics.get(metric)), "n"))
             if place:
                 row = ["", *(("", "n") for _ in row[1:])]
             if compared:
