@@ -34,6 +34,7 @@ NAMES = [
     "SmoothAPLoss",
     "WeightedRecall",
     "evaluate",
+    "evaluate_scores",
     "load",
 ]
 
@@ -64,6 +65,7 @@ SIGNATURES = {
     "LargeBatch": {"model": ..., "loss": ..., "chunk_size": ..., "keep": "auto", "autocast": None},
     "load": {"path": ..., "device": "auto", "checkpoint": None},
     "evaluate": {"embeddings": ..., "labels": ..., "ref_emb": None, "ref_labels": None},
+    "evaluate_scores": {"scores": ..., "relevance": ..., "candidates": None},
     "MulticlassRankLoss": {"loss": None, "interclass": 1 / 3, "memory": 0},
 }
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rankgrad.eval import Result, evaluate
+from rankgrad.eval import Result, evaluate, evaluate_scores
 from rankgrad.losses.average_precision import AveragePrecision, FastAPLoss, RamboAPLoss, SmoothAPLoss
 from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory, ScoreMemory
@@ -59,6 +59,7 @@ __all__ = [
     "SmoothAPLoss",
     "WeightedRecall",
     "evaluate",
+    "evaluate_scores",
     "load",
 ]
 

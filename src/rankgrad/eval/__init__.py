@@ -1,6 +1,7 @@
 """Embeddings -> ranks of relevant items -> metrics under a named protocol."""
 
 from rankgrad.eval.evaluation import evaluate, evaluate_table, expected_memory
+from rankgrad.eval.given_scores import evaluate_scores
 from rankgrad.eval.nearest import neighbours
 from rankgrad.eval.protocols import PROTOCOLS, describe_protocols
 from rankgrad.eval.result import Protocol, Result
@@ -13,6 +14,7 @@ __all__ = [
     "Result",
     "describe_protocols",
     "evaluate",
+    "evaluate_scores",
     "evaluate_sharded",
     "evaluate_table",
     "expected_memory",

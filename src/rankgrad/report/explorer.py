@@ -26,7 +26,7 @@ MAX_BYTES = 19_000_000
 
 
 @dataclass(frozen=True, eq=False)
-class _Lists:
+class _NeighbourLists:
     """Neighbours of items of a table."""
 
     item: Index  # [N]
@@ -125,7 +125,7 @@ def _chosen(evaluation: Evaluation) -> Index:
     return index[order][np.sort(unique)]
 
 
-def _lists(evaluation: Evaluation, queries: Index) -> _Lists | None:
+def _lists(evaluation: Evaluation, queries: Index) -> _NeighbourLists | None:
     index = evaluation.index
     assert index is not None
     by_item = np.argsort(index, kind="stable")
@@ -134,7 +134,7 @@ def _lists(evaluation: Evaluation, queries: Index) -> _Lists | None:
     if not np.array_equal(index[positions], queries):
         return None
     near = nearest_of(evaluation, positions.tolist(), SHOWN)
-    return None if isinstance(near, str) else _Lists(queries, *near)
+    return None if isinstance(near, str) else _NeighbourLists(queries, *near)
 
 
 def _columns(evaluation: Evaluation, items: Index) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _columns(evaluation: Evaluation, items: Index) -> dict[str, Any]:
     }
 
 
-def _neighbours(evaluation: Evaluation, lists: _Lists, items: Index, position: Index) -> dict[str, Any]:
+def _neighbours(evaluation: Evaluation, lists: _NeighbourLists, items: Index, position: Index) -> dict[str, Any]:
     """Neighbours of every item, those of items that are not queries computed here if the embeddings are there."""
     rest = items[len(lists.item) :]
     near, scores = _local(lists.near, position), lists.scores
