@@ -50,10 +50,10 @@ def count_ahead(scores: Tensor, gains: Tensor, ahead: Callable[[Tensor], Tensor]
 
 
 class Exact:
-    """A tied candidate counts as ahead."""
+    """Of tied candidates irrelevant ones are ahead, then relevant ones by index."""
 
     def entries(self, scores: Tensor, gains: Tensor) -> Entries:
-        return count_ahead(scores.detach(), gains, lambda d: (d >= 0).to(d.dtype))
+        return Blackbox(1.0).entries(scores.detach(), gains)
 
     def loss(self, scores: Tensor, gains: Tensor, objective: Objective, share: float) -> Tensor:
         return objective(self.entries(scores, gains)) + 0 * scores.sum()
@@ -127,12 +127,12 @@ class Blackbox:
         return (after - before) / strength
 
     def loss(self, scores: Tensor, gains: Tensor, objective: Objective, share: float) -> Tensor:
-        """`share` is the derivative of the returned batch loss with respect to this list's loss."""
+        """`share` is the derivative of the mean with respect to this list's loss."""
         ranks = self.ranking(scores, gains).requires_grad_()
         with torch.enable_grad():
             value = objective(self.entries_at(ranks, gains))
             rank_gradient = torch.autograd.grad(value, ranks)[0] if value.requires_grad else torch.zeros_like(ranks)
-        gradient = self.score_gradient(scores, gains, share * rank_gradient) / share
+        gradient = self.score_gradient(scores, gains, share * rank_gradient) / share if share else torch.zeros_like(ranks)
         injected = (scores * gradient).sum()
         return value.detach() + injected - injected.detach()
 
@@ -201,17 +201,27 @@ def reciprocal_rank(e: Entries) -> Tensor:
     return 1 - (fresh / at_least_one(e.rank[order])).sum()
 
 
+def query_weights(lists: Sequence[List], empty_query: str = "skip", weights: Sequence[float] | None = None) -> list[float]:
+    """The weight of every list in the mean: its own over the sum of those that count."""
+    counts = [empty_query == "zero" or bool((gains > 0).any()) for _, gains in lists]
+    own = [float(count) * (1.0 if weights is None else weights[i]) for i, count in enumerate(counts)]
+    return [weight / sum(own) if sum(own) else 0.0 for weight in own]
+
+
 def rank_loss(
-    lists: Sequence[List], ranker: Ranker, objective: Objective, reduction: str = "mean", empty_query: str = "skip"
-) -> Tensor:
-    used = sum(bool((gains > 0).any()) for _, gains in lists)
-    if empty_query == "error" and used < len(lists):
+    lists: Sequence[List], ranker: Ranker, objective: Objective, reduction: str = "mean", empty_query: str = "skip",
+    weights: Sequence[float] | None = None,
+) -> Tensor:  # fmt: skip
+    """The weighted mean, or all losses; what a list weighs in the mean is the same for both."""
+    if empty_query == "error" and not all((gains > 0).any() for _, gains in lists):
         raise ValueError("a list without relevant items")
-    divisor = {"skip": used, "zero": len(lists)}.get(empty_query, used) if reduction == "mean" else 1
+    shares = query_weights(lists, empty_query, weights)
     losses = [
-        ranker.loss(scores, gains, objective, 1 / divisor) if (gains > 0).any() else 0 * scores.sum() for scores, gains in lists
+        ranker.loss(scores, gains, objective, share) if (gains > 0).any() else 0 * scores.sum()
+        for (scores, gains), share in zip(lists, shares, strict=True)
     ]
-    return torch.stack(losses) if reduction == "none" else torch.stack(losses).sum() / max(divisor, 1)
+    stacked = torch.stack(losses)
+    return stacked if reduction == "none" else (stacked * torch.tensor(shares, dtype=stacked.dtype)).sum()
 
 
 def score_lists(scores: Tensor, relevance: Tensor, candidates: Tensor | None = None) -> list[List]:
@@ -266,9 +276,16 @@ def multiclass_loss(
     scores: Tensor, targets: Tensor, ranker: Ranker, objective: Objective, interclass: float,
     past: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:  # fmt: skip
-    """(1 - interclass) * mAP + interclass * APC; past batches lengthen the columns of mAP only."""
+    """(1 - interclass) * mAP + interclass * APC; past batches lengthen the columns of mAP only.
+
+    A blackbox perturbation follows the derivative of the whole sum, so it contains the factor of its term.
+    """
     all_scores = torch.cat([scores, *(s for s, _ in past)])
     all_targets = torch.cat([targets, *(t for _, t in past)])
-    per_class = rank_loss(score_lists(all_scores.T, all_targets.T), ranker, objective)
-    across = rank_loss(score_lists(scores.reshape(-1), targets.reshape(-1)), ranker, objective)
-    return (1 - interclass) * per_class + interclass * across
+
+    def term(lists: Sequence[List], factor: float) -> Tensor:
+        scaled = Blackbox(ranker.lam * factor, ranker.margin) if isinstance(ranker, Blackbox) else ranker
+        return factor * rank_loss(lists, scaled, objective) if factor else torch.zeros((), dtype=scores.dtype)
+
+    per_class = term(score_lists(all_scores.T, all_targets.T), 1 - interclass)
+    return per_class + term(score_lists(scores.reshape(-1), targets.reshape(-1)), interclass)

@@ -47,7 +47,7 @@ def test_sigmoid_ranks_leave_the_own_term_out():
 def test_ties_count_against_an_item_and_blackbox_orders_them():
     scores, gains = torch.zeros(4, dtype=torch.float64), torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
     exact = oracle.Exact().entries(scores, gains)
-    assert (exact.rank.tolist(), exact.positive_rank.tolist()) == ([4, 4], [2, 2])
+    assert (exact.rank.tolist(), exact.positive_rank.tolist()) == ([3, 4], [1, 2])
     assert oracle.Blackbox(1.0).ranking(scores, gains).tolist() == [3, 1, 4, 2]
     # a margin of 0.25 turns a lead of 0.25 into a tie, which the irrelevant item wins
     lead = torch.tensor([0.25, 0.0], dtype=torch.float64)
@@ -85,13 +85,15 @@ def test_blackbox_perturbation_sees_the_mean_and_not_the_scale():
     gains = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     scores = torch.tensor([[0.9, 0.5, 0.1]] * 2, dtype=torch.float64, requires_grad=True)
     lists = [(row, gains) for row in scores]
-    ranker = oracle.Blackbox(0.6)
-    mean = oracle.rank_loss(lists, ranker, oracle.average_precision)
-    each = oracle.rank_loss(lists, ranker, oracle.average_precision, reduction="none")
-    # half of dL/drank no longer reaches the item above
-    assert not torch.autograd.grad(1000 * mean, scores, retain_graph=True)[0].any()
-    (weighted,) = torch.autograd.grad(each @ torch.tensor([1.0, 1000.0], dtype=torch.float64), scores)
-    assert weighted[1].tolist() == pytest.approx([1000 / 1.8, -1000 / 1.8, 0])
+    # half of dL/drank reaches the item above only with twice the lambda, in the mean and in single losses
+    for lam, moved in ((0.6, 0), (1.2, 1)):
+        ranker = oracle.Blackbox(lam)
+        mean = oracle.rank_loss(lists, ranker, oracle.average_precision)
+        each = oracle.rank_loss(lists, ranker, oracle.average_precision, reduction="none")
+        (of_mean,) = torch.autograd.grad(1000 * mean, scores, retain_graph=True)
+        assert of_mean[1].tolist() == pytest.approx([moved * 1000 / (3 * lam), -moved * 1000 / (3 * lam), 0])
+        (weighted,) = torch.autograd.grad(each @ torch.tensor([1.0, 1000.0], dtype=torch.float64), scores, retain_graph=True)
+        assert weighted[1].tolist() == pytest.approx([moved * 2000 / (3 * lam), -moved * 2000 / (3 * lam), 0])
 
 
 def test_empty_lists_skip_zero_error_none():

@@ -82,12 +82,15 @@ def check_batch(
     ref_emb: Any,
     ref_labels: Any,
     self_index: Any,
+    weights: Any,
     *,
     validate: bool,
     caller: str,
 ) -> None:
     """Embeddings and labels as a rank loss takes them; `validate` checks contents too, which synchronises."""
     check_embeddings(embeddings, name="embeddings", caller=caller)
+    if weights is not None:
+        check_weights(weights, items=len(embeddings), validate=validate, caller=caller)
     check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller=caller)
     if (ref_emb is None) != (ref_labels is None):
         given, missing = ("ref_emb", "ref_labels") if ref_labels is None else ("ref_labels", "ref_emb")
@@ -113,7 +116,18 @@ def check_batch(
             raise ValueError(f"{caller}: self_index must be below {len(ref_emb)}, got {int(self_index.max())}")
 
 
-def check_scores(scores: Any, relevance: Any, candidates: Any, *, validate: bool, caller: str) -> None:
+def check_weights(weights: Any, *, items: int, validate: bool, caller: str) -> None:
+    check_tensor(weights, name="weights", caller=caller)
+    check_floating(weights, name="weights", caller=caller)
+    if weights.shape != (items,):
+        raise ValueError(f"{caller}: weights must be one per query, shape ({items},), got shape {shape_of(weights)}")
+    if validate:
+        check_finite(weights, name="weights", caller=caller)
+        if bool((weights < 0).any()):
+            raise ValueError(f"{caller}: weights must be at least 0, got {weights.min().item()}")
+
+
+def check_scores(scores: Any, relevance: Any, candidates: Any, weights: Any, *, validate: bool, caller: str) -> None:
     """Scores and relevance as a rank loss takes them; `validate` checks contents too, which synchronises."""
     check_tensor(scores, name="scores", caller=caller)
     check_floating(scores, name="scores", caller=caller)
@@ -121,6 +135,8 @@ def check_scores(scores: Any, relevance: Any, candidates: Any, *, validate: bool
         raise ValueError(
             f"{caller}: scores must be [queries, candidates] or [candidates] and not empty, got {shape_of(scores)}"
         )
+    if weights is not None:
+        check_weights(weights, items=len(scores) if scores.ndim == 2 else 1, validate=validate, caller=caller)
     check_tensor(relevance, name="relevance", caller=caller)
     if relevance.is_complex():
         raise TypeError(f"{caller}: relevance must be bool, integer or floating point, got {relevance.dtype}")

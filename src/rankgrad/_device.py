@@ -43,7 +43,9 @@ def _available_in_container() -> int | None:
 
 def autocast_disabled(device: torch.device) -> Any:
     """A context in which autocast leaves operations on `device` in their own precision: ranks of 16-bit scores lose order."""
-    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def release_memory(device: torch.device) -> None:

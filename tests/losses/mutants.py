@@ -69,6 +69,13 @@ class OwnTermCounted(oracle.Sigmoid):
         return replace(e, rank=e.rank + 0.5, positive_rank=e.positive_rank + 0.5)
 
 
+class SharedRanks(oracle.Exact):
+    """Tied candidates all count against each other, relevant ones too."""
+
+    def entries(self, scores, gains):
+        return oracle.count_ahead(scores.detach(), gains, lambda d: (d >= 0).to(d.dtype))
+
+
 class StrictTies(oracle.Exact):
     def entries(self, scores: Tensor, gains: Tensor) -> Entries:
         return oracle.count_ahead(scores.detach(), gains, lambda d: (d > 0).to(d.dtype))

@@ -136,6 +136,19 @@ def test_fast_errs_no_more_than_twice_as_much_as_float16_scores_in_torch(ranker)
     assert error(fused[1], exact[1]) > 1e-6  # it is not the other precision
 
 
+@pytest.mark.parametrize("precision", ["fast", "high"])
+def test_equal_embeddings_tie_whatever_their_length(precision):
+    """Where positives and tiles are rounded in two ways, a tie of large scores in units of a small tau is none."""
+    embeddings = 30 * torch.randn(65, 128, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    embeddings[::3] = embeddings[0].clone()
+    labels = torch.randint(8, (65,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    options = {"normalize": False, "reduction": "none", "query_in_database": True}
+    exact = rg.RecallAtKLoss(backend="tiled", **options)(embeddings.double(), labels)
+    fused = rg.RecallAtKLoss(backend="triton", precision=precision, **options)(embeddings, labels)
+    # scores of embeddings that are not equal are rounded to 11 bits by "fast"
+    torch.testing.assert_close(fused.double(), exact, rtol=0, atol=0.02 if precision == "fast" else 1e-5)
+
+
 def test_the_same_input_gives_the_same_bits():
     for ranker in (rg.Sigmoid(0.05), rg.Blackbox(20.0)):
         loss = rg.RankLoss(ranker, rg.AveragePrecision(), backend="triton", precision="fast")

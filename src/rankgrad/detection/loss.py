@@ -4,7 +4,6 @@ The paper leaves three choices open that change what is computed. Each is an opt
 gives the reasons for its default.
 """
 
-import copy
 from collections.abc import Hashable
 from typing import Literal, TypeAlias
 
@@ -57,9 +56,8 @@ class DetectionAPLoss(MulticlassRankLoss):
       is at most half the difference between the mean scores of its positives and of its negatives in the call: nothing at
       first, and all of it once they lie twice as far apart.
 
-    `lam` refers to ranks divided by the list's length. Algorithm 1 of the paper is handed the derivative of the whole loss, so
-    the perturbation of each of the two parts contains its share, 1 - interclass and interclass; `weight`, and whatever else
-    the value is multiplied with, scales the gradient alone.
+    `lam` refers to ranks divided by the list's length and to the sum of both terms, see `MulticlassRankLoss`; `weight`, and
+    whatever else the value is multiplied with, scales the gradient alone.
 
     Regions that belong to nothing (ignored ones) are to be left out by the caller. The memory is part of `state_dict`; calls in
     evaluation mode do not enter it.
@@ -125,12 +123,6 @@ class DetectionAPLoss(MulticlassRankLoss):
         """
         value = super().forward(logits, targets)
         return value if self.weight == 1 else self.weight * value
-
-    def _term(self, loss: RankLoss, weight: float) -> RankLoss:
-        # Algorithm 1 gets the derivative of the whole loss, so the perturbation of a term contains its weight
-        term = copy.copy(loss)
-        term.ranker = loss.ranker.weighted(weight)
-        return term
 
     def _settings(self) -> Hashable:
         return self.margin, self.margin_cap, self.margin_noise, self.scores, self.background

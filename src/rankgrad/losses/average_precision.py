@@ -16,8 +16,7 @@ class AveragePrecision:
     """1 - AP, the mean over relevant items of rank among the relevant / rank among all (RaMBO eq. 21-22)."""
 
     def __call__(self, ranks: Ranks) -> Tensor:
-        # a bin that nothing has reached yet has rank 0, rank 0 among the relevant and mass 0
-        return 1 - ranks.mean(ranks.positive_rank / ranks.rank.clamp(min=1e-30))
+        return 1 - ranks.mean(ranks.positive_rank / ranks.rank)
 
 
 @preset("smooth-ap", tau="tau")

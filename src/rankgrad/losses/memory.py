@@ -55,12 +55,13 @@ class EmbeddingMemory(_Memory):
     length. The memory holds embeddings of earlier weights: the faster the model changes, the smaller `size` should be.
     """
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         if self.past:
             self_index = torch.arange(len(labels), device=labels.device)
-            value: Tensor = self.loss(embeddings, labels, *self._lengthened(embeddings, labels), self_index=self_index)
+            lengthened = self._lengthened(embeddings, labels)
+            value: Tensor = self.loss(embeddings, labels, *lengthened, self_index=self_index, weights=weights)
         else:
-            value = self.loss(embeddings, labels)
+            value = self.loss(embeddings, labels, weights=weights)
         self.remember(embeddings, labels)
         return value
 

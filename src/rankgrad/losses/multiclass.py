@@ -1,5 +1,6 @@
 """Rank losses of a score matrix [items, classes]: the classification of a detector, or multi-label tagging."""
 
+import copy
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ class MulticlassRankLoss(nn.Module):
 
     mAP: every class is a list of all items, its own positives relevant; the mean is over the classes that have a positive.
     APC: all scores of all classes are one list.
+
+    The `lam` of a `Blackbox` ranker is that of the whole sum: Algorithm 1 of the paper gets the derivative of the whole loss,
+    so the perturbation of a term contains its weight, 1 - interclass or interclass, as in the published code.
 
     Args:
         loss: what is computed on a list; `RamboAPLoss()` if None.
@@ -72,7 +76,9 @@ class MulticlassRankLoss(nn.Module):
 
     def _term(self, loss: RankLoss, weight: float) -> RankLoss:
         """The loss of one of the two terms, which enters the sum with `weight`."""
-        return loss
+        term = copy.copy(loss)
+        term.ranker = loss.ranker.weighted(weight)
+        return term
 
     def _num_classes(self, scores: Tensor, targets: Tensor) -> int:
         """Number of ranked classes."""

@@ -41,7 +41,8 @@ class RankLoss(nn.Module):
         ranker: `Exact()`, `Sigmoid(tau)`, `Blackbox(lam, margin)`, `Histogram(bins)`.
         objective: one of this package, or any function from `Ranks` of B queries to B losses.
         normalize: L2-normalise embeddings first, so that scores are cosines.
-        reduction: "mean" over the queries that count, or "none" for one loss per query in the order of the queries.
+        reduction: "mean" over the queries that count, weighted where a call has `weights`, or "none" for one loss per query in
+            the order of the queries. `(losses * loss.query_weights).sum()` is then the mean, in value and gradient.
         empty_query: a query without relevant candidates leaves the mean ("skip"), enters it with loss 0 ("zero"), or
             raises ("error", which synchronises with the device). With reduction "none" its loss is 0.
         backend: "triton" (fused GPU kernels), "tiled" (plain torch, any device), "reference" (the definition, slow,
@@ -52,10 +53,12 @@ class RankLoss(nn.Module):
             and not hundreds of kernels. Each shape keeps the memory of one call until `clear_graphs()`.
         validate: check tensor contents too (finite embeddings and scores, relevance not negative), which synchronises.
 
-    After a call `used_queries` is the number of queries with a relevant candidate, a device tensor; reading it synchronises.
+    After a call `used_queries` is the number of queries with a relevant candidate and `query_weights` the weight of each query
+    in the mean, one number where all weigh the same. Both are device tensors; reading them synchronises.
     """
 
     used_queries: Tensor
+    query_weights: Tensor
 
     def __init__(
         self,
@@ -81,8 +84,7 @@ class RankLoss(nn.Module):
         check_choice(precision, SCORE_PRECISIONS, name="precision", caller=self.name)
         self.ranker, self.objective = ranker, objective
         self.normalize, self.reduction, self.empty_query = normalize, reduction, empty_query
-        self.backend, self.precision, self.validate = backend, precision, validate
-        self.cuda_graphs = cuda_graphs
+        self.backend, self.precision, self.cuda_graphs, self.validate = backend, precision, cuda_graphs, validate
         self.rank_self = False  # whether a query is an irrelevant candidate of its own list
         self._graphs = GraphCache()
 
@@ -101,46 +103,62 @@ class RankLoss(nn.Module):
         ref_labels: Tensor | None = None,
         *,
         self_index: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Loss of embeddings [Q, d] with labels [Q], ranked against themselves or against references [C, d].
 
         `self_index` [Q] is the position of each query among the references, -1 for a query that is not among them; a query
-        is never its own candidate. Without references query i is candidate i.
+        is never its own candidate. Without references query i is candidate i. `weights` [Q] of at least 0 weigh the queries in
+        the mean.
         """
-        check_batch(embeddings, labels, ref_emb, ref_labels, self_index, validate=self.validate, caller=self.name)
-        return self.of_embeddings(embeddings, ref_emb, Labels(labels, ref_labels, self_index, self.rank_self))
+        check_batch(embeddings, labels, ref_emb, ref_labels, self_index, weights, validate=self.validate, caller=self.name)
+        relevance = Labels(labels, ref_labels, self_index, self.rank_self)
+        return self.of_embeddings(embeddings, ref_emb, relevance, weights=weights)
 
     def shard_loss(
-        self, embeddings: Tensor, labels: Tensor, rows: slice, ref_emb: Tensor | None = None, ref_labels: Tensor | None = None
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        rows: slice,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+        *,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """What the queries `rows` contribute to the loss of a batch: the shards of a batch sum up to its loss.
 
         References, where given, begin with the batch itself.
         """
-        check_batch(embeddings, labels, ref_emb, ref_labels, None, validate=self.validate, caller=self.name)
+        check_batch(embeddings, labels, ref_emb, ref_labels, None, weights, validate=self.validate, caller=self.name)
         self_index = None if ref_labels is None else torch.arange(len(labels), device=labels.device)
-        return self.of_embeddings(embeddings, ref_emb, Labels(labels, ref_labels, self_index, self.rank_self), shard=rows)
+        relevance = Labels(labels, ref_labels, self_index, self.rank_self)
+        return self.of_embeddings(embeddings, ref_emb, relevance, weights=weights, shard=rows)
 
     def of_embeddings(self, queries: Tensor, candidates: Tensor | None, relevance: Labels, **options: Any) -> Tensor:
         """`embedding_losses` with the settings of this loss."""
         output = embedding_losses(queries, candidates, relevance, self.config, graphs=self._graphs, caller=self.name, **options)
-        self.used_queries = output.used_queries
+        self.used_queries, self.query_weights = output.used_queries, output.query_weights
         return output.loss
 
-    def from_scores(self, scores: Tensor, relevance: Tensor, *, candidates: Tensor | None = None) -> Tensor:
+    def from_scores(
+        self, scores: Tensor, relevance: Tensor, *, candidates: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
         """Loss of ready scores [Q, n], or of one list [n], higher is nearer. The query itself must not be among them.
 
         Args:
             scores: floating-point scores.
             relevance: of the same shape; bool, or graded with numbers of at least 0, relevant where above 0.
             candidates: bool of the same shape, False for scores that are not ranked at all.
+            weights: [Q] of the lists in the mean, at least 0.
         """
-        check_scores(scores, relevance, candidates, validate=self.validate, caller=f"{self.name}.from_scores")
+        caller = f"{self.name}.from_scores"
+        check_scores(scores, relevance, candidates, weights, validate=self.validate, caller=caller)
         if scores.ndim == 1:
             scores, relevance = scores[None], relevance[None]
             candidates = None if candidates is None else candidates[None]
-        output = score_losses(scores, Mask(relevance, candidates), self.config, graphs=self._graphs, caller=self.name)
-        self.used_queries = output.used_queries
+        mask = Mask(relevance, candidates)
+        output = score_losses(scores, mask, self.config, weights=weights, graphs=self._graphs, caller=self.name)
+        self.used_queries, self.query_weights = output.used_queries, output.query_weights
         return output.loss
 
     @property
@@ -158,13 +176,12 @@ class RankLoss(nn.Module):
 class Preset:
     """A named loss of the command line."""
 
-    loss: type[RankLoss]
+    loss: Callable[..., RankLoss]
     settings: Mapping[str, str]  # constructor argument -> name of the setting it is given by
 
     def build(self, settings: Any) -> RankLoss:
         """The loss with the attributes of `settings` as arguments."""
-        make: Callable[..., RankLoss] = self.loss
-        return make(**{argument: getattr(settings, setting) for argument, setting in self.settings.items()})
+        return self.loss(**{argument: getattr(settings, setting) for argument, setting in self.settings.items()})
 
 
 PRESETS: dict[str, Preset] = {}

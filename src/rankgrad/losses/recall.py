@@ -39,9 +39,11 @@ class RecallAtK:
         object.__setattr__(self, "tau", tau)
 
     def __call__(self, ranks: Ranks) -> Tensor:
-        # arange and not a tensor of ks: nothing is copied to a GPU, so the loss can be captured in a graph
-        cuts = [torch.arange(k, k + 1, dtype=ranks.rank.dtype, device=ranks.rank.device) for k in self.ks]
-        cut = torch.cat(cuts)[:, None, None]  # [K, 1, 1]
+        if ranks.rank.is_cuda:  # without a copy from the host, so that the loss can be captured in a graph
+            cut = torch.cat([torch.arange(k, k + 1, dtype=ranks.rank.dtype, device=ranks.rank.device) for k in self.ks])
+        else:
+            cut = ranks.rank.new_tensor(self.ks)
+        cut = cut[:, None, None]  # [K, 1, 1]
         within = (ranks.mass * torch.sigmoid((cut - ranks.rank) / self.tau)).sum(dim=2)  # [K, B]
         reachable = torch.minimum(ranks.num_relevant.clamp(min=1), cut[:, 0])
         return 1 - (within / reachable).clamp(max=1).mean(dim=0)

@@ -1,4 +1,4 @@
-"""The one autograd function: count ranks over tiles, apply an objective, visit the tiles again for the gradient.
+"""The autograd function of every loss: count ranks over tiles, apply an objective, visit the tiles again for the gradient.
 
     forward    tiles -> counts -> ranks -> objective -> one loss per query and its derivative by the ranks
     backward   the same tiles again -> gradient of their scores -> gradients of the tensors the scores were made from
@@ -10,13 +10,16 @@ Dimension letters:  Q queries   B queries of a row block   P positives of a quer
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rankgrad._device import autocast_disabled
+
+# As torch.nn.functional.normalize has it: a row of zeros stays one.
+SMALLEST_LENGTH = 1e-12
 
 # Fields of `Ranks` that an objective can be differentiated by.
 GRAD_FIELDS = ("rank", "positive_rank", "mass", "gain")
@@ -31,7 +34,7 @@ class Ranks:
     """
 
     rank: Tensor  # [B, E] among all candidates, 1 is best
-    positive_rank: Tensor  # [B, E] among the relevant candidates
+    positive_rank: Tensor  # [B, E] among the relevant candidates, 0 at a bin centre that none has reached
     mass: Tensor  # [B, E] number of positives the entry stands for
     gain: Tensor  # [B, E] their graded relevance, equal to the mass where relevance is binary
     ideal: Tensor  # [B, I] gains of the positives in descending order, padded with 0
@@ -59,7 +62,8 @@ class Ranks:
         tensors = tuple(getattr(self, name) for name in fields)
         if not losses.requires_grad:  # an objective may ignore the ranks, or be constant
             return tuple(torch.zeros_like(t) for t in tensors)
-        return torch.autograd.grad(losses.sum(), tensors, allow_unused=True, materialize_grads=True)
+        ones = torch.ones_like(losses)
+        return torch.autograd.grad(losses, tensors, ones, allow_unused=True, materialize_grads=True)
 
 
 Objective = Callable[[Ranks], Tensor]
@@ -75,25 +79,32 @@ class PositiveScores:
     """The scores of the positives of a row block, and what is known of its queries."""
 
     scores: Tensor  # [B, P] padded with +inf
-    valid: Tensor  # [B, P] False at the padding
+    valid: Tensor | None  # [B, P] False at the padding; None where there is none and every query has P positives
     gains: Tensor | None  # [B, P] graded relevance, None where relevance is binary
     num_relevant: Tensor  # [B] int64
     list_length: Tensor  # [B] int64, number of ranked candidates
     rank_dtype: torch.dtype  # wide enough for exact integer ranks
-    full: bool = False  # known to have no padding
+    columns: Tensor | None = None  # [P, B] the scores as the kernels compare them, in multiples of a score scale
 
     def fill(self, values: Tensor, value: float) -> Tensor:
         """`values` [B, P] with `value` at the padding."""
-        return values if self.full else torch.where(self.valid, values, value)
+        return values if self.valid is None else torch.where(self.valid, values, value)
 
     @property
     def as_tile(self) -> Tensor:
         """The positives as candidates: padding hidden."""
-        return self.scores.masked_fill(~self.valid, -torch.inf)
+        return self.scores if self.valid is None else self.scores.masked_fill(~self.valid, -torch.inf)
+
+    @cached_property
+    def masses(self) -> Tensor:
+        """[B, P] 1, and 0 at the padding."""
+        if self.valid is None:
+            return torch.ones_like(self.scores, dtype=self.rank_dtype)
+        return self.valid.to(self.rank_dtype)
 
     @cached_property
     def entry_gains(self) -> Tensor:
-        return (self.valid if self.gains is None else self.gains * self.valid).to(self.rank_dtype)
+        return self.masses if self.gains is None else self.gains.to(self.rank_dtype) * self.masses
 
     def as_ranks(self, rank: Tensor, positive_rank: Tensor, mass: Tensor, gain: Tensor) -> Ranks:
         ideal = self.entry_gains
@@ -107,15 +118,14 @@ class PositiveScores:
 
     def item_ranks(self, rank: Tensor, positive_rank: Tensor) -> Ranks:
         """Ranks with one entry per positive."""
-        mass = self.entry_gains if self.gains is None else self.valid.to(self.rank_dtype)
-        return self.as_ranks(rank, positive_rank, mass, self.entry_gains)
+        return self.as_ranks(rank, positive_rank, self.masses, self.entry_gains)
 
 
 @dataclass(frozen=True)
 class Upstream:
     """How the queries of a row block enter the loss, and the gradient that arrived for them."""
 
-    query_weight: Tensor  # weight of a query in the loss as reduced: 1 / queries for a mean, 1 for single losses
+    query_weight: Tensor  # [] or [B, 1] weight of a query in the mean
     grad_loss: Tensor  # [B, 1] d(what the user differentiates) / d(loss of the query)
 
 
@@ -154,7 +164,11 @@ class ScoreSource(Protocol):
     """Where scores come from. Queries are cut into row blocks; every list below holds one value per row block."""
 
     row_blocks: list[slice]
-    query_order: Tensor  # [Q] from the source's order of queries to the caller's
+
+    @property
+    def query_order(self) -> Tensor | None:
+        """[Q] from the source's order of queries to the caller's, None where they are the same."""
+        ...
 
     def positives(self, block: int) -> PositiveScores:
         """Scores of the positives of a row block."""
@@ -180,33 +194,77 @@ class RankCall:
     open_source: Callable[..., ScoreSource]  # from the tensors that get a gradient to their scores
     ops: RankOps
     objective: Objective
-    query_weights: Tensor  # weight of a query in the loss as reduced, see Blackbox
+    query_weights: Tensor  # [] or [Q] weight of a query in the mean, whether it is taken here or not, see Blackbox
+    reduce: bool = False  # return the weighted sum of the losses instead of all of them
     seed: int = 0  # of a ranker's random numbers
 
 
-class _AllScores(torch.autograd.Function):
-    """queries @ candidates.T with autocast disabled in both directions."""
+class _NoSecondDerivative(torch.autograd.Function):
+    """Passes a gradient through and refuses to be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, candidates: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*((queries,) if candidates is None else (queries, candidates)))
-        with autocast_disabled(queries.device):
-            return queries @ (queries if candidates is None else candidates).t()
+    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        queries, *others = ctx.saved_tensors
-        with autocast_disabled(d_scores.device):
-            if not others:
-                return torch.addmm(d_scores @ queries, d_scores.t(), queries), None
-            return d_scores @ others[0], d_scores.t() @ queries
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "rankgrad: rank losses have no second derivative. backward(create_graph=True) works, but the gradient it returns "
+            "cannot be differentiated again (as a gradient penalty or a Hessian-vector product would)"
+        )
 
 
-def all_scores(queries: Tensor, candidates: Tensor | None = None) -> Tensor:
-    """[Q, C] every score of a batch small enough to hold them all, against itself where `candidates` is None."""
-    scores: Tensor = _AllScores.apply(queries, candidates)
-    return scores
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward method of a function with saved tensors: under `create_graph` its results refuse a second backward.
+
+    `once_differentiable` refuses only where the incoming gradient needs a gradient, and else returns constants without a word.
+    """
+
+    @wraps(backward)
+    def wrapper(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return results
+        inputs = [tensor for tensor in ctx.saved_tensors if tensor.requires_grad]
+        results = results if isinstance(results, tuple) else (results,)
+        return tuple(None if each is None else _NoSecondDerivative.apply(each, *inputs) for each in results)
+
+    return wrapper
+
+
+class _NormalizeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+        # squares of large numbers overflow; on a GPU reading whether they do would synchronise
+        if x.device.type != "cpu" or length.amax().item() == torch.inf:
+            scale = x.abs().amax(dim=1, keepdim=True).clamp_(min=1)
+            scaled = x / scale
+            length = torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_(min=SMALLEST_LENGTH)
+            normalized = scaled.div_(length)
+            ctx.save_for_backward(normalized, length, scale)
+        else:
+            length.clamp_(min=SMALLEST_LENGTH)
+            normalized = x / length
+            ctx.save_for_backward(normalized, length)
+        return normalized
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, d_normalized: Tensor) -> Tensor:
+        normalized, *lengths = ctx.saved_tensors
+        along = (normalized * d_normalized).sum(dim=1, keepdim=True)
+        d_x = torch.addcmul(d_normalized, normalized, along, value=-1)
+        for length in lengths:
+            d_x.div_(length)
+        return d_x
+
+
+def normalize_rows(x: Tensor) -> Tensor:
+    """Rows divided by their length, as `torch.nn.functional.normalize` does, also where squares of large numbers overflow."""
+    rows: Tensor = _NormalizeRows.apply(x)
+    return rows
 
 
 @dataclass
@@ -232,13 +290,17 @@ def forward_pass(call: RankCall, tensors: tuple[Tensor, ...], *, wants_gradient:
         counts = source.count(ops, thresholds, call.seed)
         losses, d_ranks = [], []
         for summed, items, compared in zip(counts, positives, thresholds, strict=True):
+            ranks = ops.ranks(summed, items, compared)
             with torch.set_grad_enabled(wants_gradient):
-                ranks = ops.ranks(summed, items, compared).detached(ops.grad_fields)
-                rows = torch.where(items.num_relevant > 0, call.objective(ranks), 0)
+                ranks = ranks.detached(ops.grad_fields)
+                rows = call.objective(ranks)
+                if items.valid is not None or not items.scores.shape[1]:
+                    rows = torch.where(items.num_relevant > 0, rows, 0)
                 d_ranks.append(ranks.gradients(rows, ops.grad_fields) if wants_gradient else ())
             losses.append(rows.detach())
-        in_order = torch.cat(losses)
-        out = torch.empty_like(in_order).index_copy_(0, source.query_order, in_order)
+        out = losses[0] if len(losses) == 1 else torch.cat(losses)
+        if source.query_order is not None:
+            out = torch.empty_like(out).index_copy_(0, source.query_order, out)
     return out, ForwardState(call, source, positives, thresholds, counts, d_ranks)
 
 
@@ -246,8 +308,11 @@ def backward_pass(state: ForwardState, grad_losses: Tensor) -> tuple[Tensor, ...
     """Gradients of the tensors of the forward pass, from d(what the user differentiates) / d(losses) [Q]."""
     ops, source, call = state.call.ops, state.source, state.call
     with autocast_disabled(grad_losses.device):
-        rows = grad_losses[source.query_order, None]
-        upstream = [Upstream(call.query_weights, rows[block]) for block in source.row_blocks]
+        order, weights = source.query_order, call.query_weights
+        rows = (grad_losses if order is None else grad_losses[order])[:, None]
+        if weights.ndim:
+            weights = (weights if order is None else weights[order])[:, None]
+        upstream = [Upstream(weights[block] if weights.ndim else weights, rows[block]) for block in source.row_blocks]
         blocks = list(zip(state.positives, state.thresholds, upstream, strict=True))
         rank_grads = [ops.rank_gradient(d, *block) for d, block in zip(state.d_ranks, blocks, strict=True)]
         d_thresholds = source.backward(ops, state.thresholds, rank_grads, call.seed)
@@ -258,6 +323,13 @@ def backward_pass(state: ForwardState, grad_losses: Tensor) -> tuple[Tensor, ...
         return source.input_grads(d_positives)
 
 
+def reduced(losses: Tensor, query_weights: Tensor, *, reduce: bool) -> Tensor:
+    """The weighted sum of losses [Q], or the losses themselves. NaN weights make both NaN: scores that are NaN have no rank."""
+    if not reduce:
+        return losses * (1 + 0 * query_weights)
+    return losses.sum() * query_weights if query_weights.ndim == 0 else (losses * query_weights).sum()
+
+
 class RankLossFunction(torch.autograd.Function):
     """Losses of all queries as a function of embeddings or scores."""
 
@@ -266,19 +338,22 @@ class RankLossFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors)  # read again in backward only to notice a change in place
         wants_gradient = call.ops.differentiable and any(ctx.needs_input_grad)
         losses, ctx.state = forward_pass(call, tensors, wants_gradient=wants_gradient)
-        return losses
+        ctx.num_queries = losses.shape[0]
+        return reduced(losses, call.query_weights, reduce=call.reduce)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         if not ctx.state.call.ops.differentiable:
             return None, *(torch.zeros_like(t) for t in tensors)
-        return None, *backward_pass(ctx.state, grad_losses)
+        call = ctx.state.call
+        factor = call.query_weights if call.reduce else 1 + 0 * call.query_weights
+        return None, *backward_pass(ctx.state, (grad_losses * factor).expand(ctx.num_queries))
 
 
 def rank_losses(call: RankCall, *tensors: Tensor) -> Tensor:
-    """[Q] loss of every query, 0 where a query has no relevant candidate."""
+    """[Q] loss of every query, 0 where a query has no relevant candidate, or [] their weighted sum."""
     if torch.compiler.is_compiling():
         # a compiled training step breaks here and goes on after; decorated, it would load the compiler with the package
         losses: Tensor = torch.compiler.disable(RankLossFunction.apply)(call, *tensors)

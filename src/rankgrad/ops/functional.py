@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rankgrad.ops import reference
-from rankgrad.ops.autograd import Objective, RankCall, RankOps, ScoreSource, all_scores, rank_losses
+from rankgrad.ops.autograd import Objective, RankCall, RankOps, ScoreSource, normalize_rows, rank_losses, reduced
 from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
 from rankgrad.ops.rankers import Exact, Ranker
 from rankgrad.ops.relevance import IntervalRelevance, Labels, Mask, RelevanceInput
@@ -27,6 +27,7 @@ from rankgrad.ops.sources import (
     EmbeddingScores,
     GivenScores,
     MixedRows,
+    OneTileScores,
     TileLayout,
     TileRows,
     is_one_tile,
@@ -59,15 +60,6 @@ class Reduction:
     kind: Literal["mean", "none"] = "mean"
     empty_query: Literal["skip", "zero", "error"] = "skip"
 
-    def query_weights(self, num_relevant: Tensor, used: Tensor, like: Tensor) -> Tensor:
-        """[] weight of a query in the loss as reduced, from its relevant candidates and how many queries have any."""
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        if self.kind == "none":
-            return torch.ones((), dtype=dtype, device=like.device)
-        if self.empty_query == "zero":
-            return torch.full((), 1 / len(num_relevant), dtype=dtype, device=like.device)
-        return used.clamp(min=1).to(like.device, dtype, non_blocking=True).reciprocal()
-
     def used_queries(self, num_relevant: Tensor, caller: str) -> Tensor:
         """[] queries with a relevant candidate. Synchronises only where empty queries are refused."""
         used = (num_relevant > 0).sum()
@@ -77,8 +69,37 @@ class Reduction:
             )
         return used
 
-    def __call__(self, losses: Tensor, query_weights: Tensor) -> Tensor:
-        return losses if self.kind == "none" else losses.sum() * query_weights
+    def query_weights(self, queries: "Queries", used: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor:
+        """[] or [Q] weight of a query in the mean: its own over the sum of those that count, 1 / used where none are given.
+
+        They are the same whatever `kind` is, so that (losses * query_weights).sum() is the mean. NaN where `tensors` hold NaN,
+        which makes the loss NaN too. `used` None: every query has a relevant candidate.
+        """
+        like = tensors[0]
+        dtype = like.dtype if _is_wide(like) else torch.float32
+        if queries.weights is not None:
+            weights = queries.weights.to(like.device, dtype)
+            if self.empty_query != "zero":
+                weights = torch.where(queries.num_relevant.to(like.device) > 0, weights, 0)
+            total = weights.sum()
+            weights = weights / torch.where(total == 0, 1, total)
+        elif self.empty_query == "zero" or used is None:
+            weights = torch.full((), 1 / queries.num_relevant.shape[0], dtype=dtype, device=like.device)
+        else:
+            weights = used.clamp(min=1).to(like.device, dtype, non_blocking=True).reciprocal()
+        for tensor in tensors:
+            weights = torch.where(tensor.detach().amax().isnan(), torch.nan, weights)
+        return weights
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The queries that a mean is over, which may be more than those of a call."""
+
+    num_relevant: Tensor  # [Q], in the caller's order if there are weights
+    weights: Tensor | None = None  # [Q]
+    shard: slice | None = None  # the queries of this call
+    none_empty: bool = False  # known to have relevant candidates each
 
 
 @dataclass(frozen=True)
@@ -96,6 +117,7 @@ class LossOutput(NamedTuple):
 
     loss: Tensor
     used_queries: Tensor  # [] queries with a relevant candidate
+    query_weights: Tensor  # [] or [Q] weight of a query in the mean
 
 
 def resolve(
@@ -161,7 +183,7 @@ def _prepared(embeddings: Tensor, compute: Compute, backend: str) -> Tensor:
         from rankgrad.ops.triton.embeddings import normalize
 
         return normalize(wide)
-    return torch.nn.functional.normalize(wide, dim=1)
+    return normalize_rows(wide)
 
 
 def embedding_losses(
@@ -170,6 +192,7 @@ def embedding_losses(
     relevance: RelevanceInput,
     config: LossConfig,
     *,
+    weights: Tensor | None = None,
     mixture: Mixture | None = None,
     shard: slice | None = None,
     graphs: GraphCache | None = None,
@@ -182,6 +205,7 @@ def embedding_losses(
         candidates: [C, d].
         relevance: of all queries.
         config: ranker, objective, reduction, backend and so on.
+        weights: [Q] of the queries in the mean.
         mixture: (first, second, alpha), rank mixtures of `queries` against each other.
         shard: compute what these queries contribute to the loss of all; the shards of a batch sum up to its loss.
         graphs: where small batches on a GPU are captured.
@@ -192,14 +216,14 @@ def embedding_losses(
     like = queries if _is_wide(queries) else queries.new_empty(0, dtype=torch.float32)
     backend = resolve(compute.backend, like, ranker, caller=caller)
     if graphs is not None and candidates is None and mixture is None and shard is None and backend == "triton":
-        captured = _replayed(queries, relevance, config, precision, graphs)
+        captured = _replayed(queries, relevance, weights, config, precision, graphs)
         if captured is not None:
             return captured
     rows = _prepared(queries, compute, backend)
     others = None if candidates is None else _prepared(candidates, compute, backend).to(rows.dtype)
-    num_relevant, candidate_mixture = None, mixture
+    everyone, candidate_mixture = None, mixture
     if shard is not None:
-        num_relevant = relevance.build().num_relevant  # the mean is over the queries of all shards
+        everyone = Queries(relevance.build().num_relevant_in_order(), weights, shard)  # the mean is over all shards
         relevance = relevance.shard(shard)
         if mixture is not None:
             others, mixture = rows, (mixture[0][shard], mixture[1][shard], mixture[2][shard])
@@ -211,35 +235,46 @@ def embedding_losses(
         others = None if others is None else _mixed(others, candidate_mixture)
         mixture = candidate_mixture = None
     tensors = (rows,) if others is None else (rows, others)
-    if backend == "reference" or (backend == "tiled" and one_tile):
-        # all scores at once are no more than a tile, and keeping them is faster than computing them twice
-        scores = tensors[0].double() @ tensors[-1].double().t() if backend == "reference" else all_scores(*tensors)
+    if backend == "reference":
+        scores = tensors[0].double() @ tensors[-1].double().t()
         dense = Mask(*relevance.to(rows.device).dense())
-        return _of_scores(scores, dense, config, backend, num_relevant, caller)
-    built = relevance.build()
+        return _of_scores(scores, dense, config, backend, weights, everyone, caller)
     open_source: Callable[..., ScoreSource]
+    if backend == "tiled" and one_tile:
+        tile = relevance.to(rows.device).one_tile()
+        everyone = everyone or Queries(tile.num_relevant, weights, none_empty=tile.none_empty)
+        return _run(partial(OneTileScores, relevance=tile), ranker, config, everyone, tensors, caller)
+    built = relevance.build()
+    ops: RankOps = ranker
     if backend == "triton":
-        open_source = _fused_source(built, rows.device, precision, normalized=compute.normalize)
+        ops = lowering = _lowering(ranker, given_scores=False)
+        open_source = _fused_source(built, rows.device, precision, normalized=compute.normalize, ops=lowering)
     else:
         open_source = _tiled_source(built, rows.device, mixture, candidate_mixture)
-    ops = ranker if backend == "tiled" else _lowering(ranker, given_scores=False)
-    counted = built.num_relevant if num_relevant is None else num_relevant
-    return _run(open_source, ops, config, counted, tensors, caller)
+    everyone = everyone or Queries(built.num_relevant if weights is None else built.num_relevant_in_order(), weights)
+    return _run(open_source, ops, config, everyone, tensors, caller)
 
 
 def score_losses(
-    scores: Tensor, relevance: Mask, config: LossConfig, *, graphs: GraphCache | None = None, caller: str
+    scores: Tensor,
+    relevance: Mask,
+    config: LossConfig,
+    *,
+    weights: Tensor | None = None,
+    graphs: GraphCache | None = None,
+    caller: str,
 ) -> LossOutput:
     """Loss of ready scores [Q, n], one list per row."""
     lists = (scores.shape[0], scores.shape[1])
-    program = score_program(scores, lists, config, caller=caller) if relevance.candidates is None else None
+    capturable = relevance.candidates is None and weights is None
+    program = score_program(scores, lists, config, caller=caller) if capturable else None
     if program is not None:
         outputs = None if graphs is None else graphs.run(config, scores, (relevance.relevance,), program)
         if outputs is None:
             return LossOutput(*program.run(scores, (relevance.relevance,)))
-        return LossOutput(outputs[0], outputs[1].clone())
+        return LossOutput(outputs[0], *(output.clone() for output in outputs[1:]))
     backend = resolve(config.compute.backend, scores, config.ranker, caller=caller, given=lists)
-    return _of_scores(scores, relevance, config, backend, None, caller)
+    return _of_scores(scores, relevance, config, backend, weights, None, caller)
 
 
 def score_program(like: Tensor, lists: tuple[int, int], config: LossConfig, *, caller: str) -> GraphProgram | None:
@@ -264,7 +299,7 @@ def score_program(like: Tensor, lists: tuple[int, int], config: LossConfig, *, c
 
     def loss(leaf: Tensor, counted: CountedMask, widths: Sequence[int]) -> LossOutput:
         source = partial(FusedGivenScores, relevance=counted.padded(widths[0]))
-        return _run(source, ops, config, counted.num_relevant, (leaf,), caller)
+        return _run(source, ops, config, Queries(counted.num_relevant), (leaf,), caller)
 
     return GraphProgram(lists[:1], build, loss)
 
@@ -274,10 +309,11 @@ def exact_counts(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Irrelevant candidates at or above each positive, by the kernels: for groups of queries (indices, counts, valid)."""
     built, ops = relevance.build(), _lowering(Exact(), given_scores=False)
-    source = _fused_source(built, queries.device, "high", normalized=normalized)(queries, candidates)
+    source = _fused_source(built, queries.device, "high", normalized=normalized, ops=ops)(queries, candidates)
     positives = [source.positives(block) for block in range(len(source.row_blocks))]
     counts = source.count(ops, [ops.thresholds(items, 0) for items in positives], 0)
     for rows, items, count in zip(source.row_blocks, positives, counts, strict=True):
+        assert items.valid is not None, "the kernels pad"
         yield built.query_order[rows], count, items.valid
 
 
@@ -285,16 +321,18 @@ def _run(
     open_source: Callable[..., ScoreSource],
     ops: RankOps,
     config: LossConfig,
-    num_relevant: Tensor,
+    queries: Queries,
     tensors: tuple[Tensor, ...],
     caller: str,
 ) -> LossOutput:
-    """The loss by the autograd function; synchronises only where empty queries are refused."""
-    used = config.reduction.used_queries(num_relevant, caller)
-    query_weights = config.reduction.query_weights(num_relevant, used, tensors[0])
+    """The loss by the autograd function."""
+    used = None if queries.none_empty else config.reduction.used_queries(queries.num_relevant, caller)
+    weights = config.reduction.query_weights(queries, used, tensors)
+    own = weights[queries.shard] if weights.ndim and queries.shard is not None else weights
     seed = int(torch.randint(2**40, ())) if config.ranker.draws else 0
-    losses = rank_losses(RankCall(open_source, ops, config.objective, query_weights, seed), *tensors)
-    return LossOutput(config.reduction(losses, query_weights), used)
+    loss = rank_losses(RankCall(open_source, ops, config.objective, own, config.reduction.kind == "mean", seed), *tensors)
+    used = torch.full((), queries.num_relevant.shape[0], device=loss.device) if used is None else used
+    return LossOutput(loss, used, weights)
 
 
 def _of_scores(
@@ -302,26 +340,28 @@ def _of_scores(
     relevance: Mask,
     config: LossConfig,
     backend: str,
-    num_relevant: Tensor | None,
+    weights: Tensor | None,
+    everyone: Queries | None,
     caller: str,
 ) -> LossOutput:
-    """The loss of a matrix of scores; `num_relevant` of all queries in the mean where these are only some."""
+    """The loss of a matrix of scores; `everyone` are all queries of the mean where these are only some."""
     built = relevance.build()
-    counted = built.num_relevant if num_relevant is None else num_relevant
+    everyone = everyone or Queries(built.num_relevant, weights)
     if backend == "reference":
-        used = config.reduction.used_queries(counted, caller)
-        query_weights = config.reduction.query_weights(counted, used, scores)
+        used = config.reduction.used_queries(everyone.num_relevant, caller)
+        query_weights = config.reduction.query_weights(everyone, used, (scores,))
+        own = query_weights[everyone.shard] if query_weights.ndim and everyone.shard is not None else query_weights
         losses = reference.reference_losses(
-            scores.double(), relevance.relevance, relevance.candidates, config.ranker, config.objective, query_weights
+            scores.double(), relevance.relevance, relevance.candidates, config.ranker, config.objective, own
         )
-        return LossOutput(config.reduction(losses, query_weights), used)
+        return LossOutput(reduced(losses, own, reduce=config.reduction.kind == "mean"), used, query_weights)
     source: Callable[..., ScoreSource] = partial(GivenScores, relevance=built)
     ops: RankOps = config.ranker
     if backend == "triton":
         from rankgrad.ops.triton.scores import FusedGivenScores
 
         source, ops = partial(FusedGivenScores, relevance=built), _lowering(config.ranker, given_scores=True)
-    return _run(source, ops, config, counted, (scores,), caller)
+    return _run(source, ops, config, everyone, (scores,), caller)
 
 
 def _mixed(rows: Tensor, mixture: Mixture) -> Tensor:
@@ -353,16 +393,19 @@ def _fused_source(
     precision: Literal["fast", "high"],
     *,
     normalized: bool,
+    ops: "Lowering[Any]",
     width: int | None = None,
 ) -> Callable[..., ScoreSource]:
-    """The fused kernels. `width`, the most positives of a query, avoids reading it from the device."""
+    """The fused kernels for `ops`. `width`, the most positives of a query, avoids reading it from the device."""
     from rankgrad.ops.triton.embeddings import FusedEmbeddingScores, QueryGroups
 
     everyone = [slice(0, len(relevance.query_order))]
     layout = QueryGroups.of(relevance, device) if width is None else QueryGroups(relevance, everyone, [width])
 
     def open_source(queries: Tensor, candidates: Tensor | None = None) -> ScoreSource:
-        return FusedEmbeddingScores(queries, candidates, layout, precision, normalized=normalized)
+        return FusedEmbeddingScores(
+            queries, candidates, layout, precision, normalized=normalized, threshold_scale=ops.threshold_scale
+        )
 
     return open_source
 
@@ -382,6 +425,7 @@ def _may_capture(leaf: Tensor, config: LossConfig) -> bool:
 def _replayed(
     embeddings: Tensor,
     relevance: RelevanceInput,
+    weights: Tensor | None,
     config: LossConfig,
     precision: Literal["fast", "high"],
     graphs: GraphCache,
@@ -391,16 +435,22 @@ def _replayed(
         return None
     ops = _lowering(config.ranker, given_scores=False)
 
-    def build(*tensors: Tensor) -> tuple[IntervalRelevance, Tensor]:
+    def build(*tensors: Tensor) -> tuple[tuple[IntervalRelevance, Queries], Tensor]:
+        of_queries = None if weights is None else tensors[-1]
         built = relevance.with_tensors(*tensors).build()
-        return built, built.num_relevant.amax()[None]
+        in_mean = Queries(built.num_relevant if weights is None else built.num_relevant_in_order(), of_queries)
+        return (built, in_mean), built.num_relevant.amax()[None]
 
-    def loss(leaf: Tensor, built: IntervalRelevance, widths: Sequence[int]) -> LossOutput:
-        source = _fused_source(built, leaf.device, precision, normalized=config.compute.normalize, width=widths[0])
+    def loss(leaf: Tensor, relevance_and_queries: tuple[IntervalRelevance, Queries], widths: Sequence[int]) -> LossOutput:
+        built, in_mean = relevance_and_queries
+        normalized = config.compute.normalize
+        source = _fused_source(built, leaf.device, precision, normalized=normalized, ops=ops, width=widths[0])
         rows = _prepared(leaf, config.compute, "triton")
-        return _run(source, ops, config, built.num_relevant, (rows,), caller="")
+        return _run(source, ops, config, in_mean, (rows,), caller="")
 
-    key = (config, precision, relevance.settings)
+    key = (config, precision, relevance.settings, weights is None)
     program = GraphProgram((len(embeddings),), build, loss)
-    outputs = graphs.run(key, embeddings, relevance.to(embeddings.device).tensors, program)
-    return None if outputs is None else LossOutput(outputs[0], outputs[1].clone())
+    inputs = relevance.to(embeddings.device).tensors
+    inputs = inputs if weights is None else (*inputs, weights.to(embeddings.device))
+    outputs = graphs.run(key, embeddings, inputs, program)
+    return None if outputs is None else LossOutput(outputs[0], *(output.clone() for output in outputs[1:]))

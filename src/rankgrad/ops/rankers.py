@@ -16,7 +16,7 @@ Dimension letters:  B queries   Z candidates of one tile   P positives, padded  
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,12 @@ from torch import Tensor
 from rankgrad._checks import check_count, check_not_negative, check_positive
 from rankgrad.ops.autograd import GRAD_FIELDS, PositiveScores, Ranks, Upstream
 from rankgrad.ops.thresholds import Thresholds
+
+# Rank at a bin centre that no candidate has reached, where mass and rank among the positives are 0.
+SMALLEST_RANK = 1e-30
+
+# Sigmoids of one tile that are kept for the backward pass: 2**20 float32 are 4 MiB, and a sigmoid is most of a tile's work.
+KEPT_SIGMOIDS = 2**20
 
 # Comparisons of positives with each other that exist at once: 2**22 float32 are 16 MiB.
 MOST_COMPARISONS = 2**22
@@ -83,7 +89,13 @@ class Ranker(ABC):
 
 @dataclass(frozen=True)
 class Exact(Ranker):
-    """True ranks by counting, no gradient. A tied candidate counts against the relevant item (pessimistic)."""
+    """True ranks by counting, no gradient.
+
+    The one rule for ties, also that of `Blackbox` and of `rankgrad.evaluate`: where scores are equal, irrelevant candidates
+    come first, then relevant ones in candidate order, so that all ranks differ. (scikit-learn puts equal scores at one
+    threshold: its average precision is the same where relevant candidates tie with irrelevant ones only, and higher where
+    they also tie with each other.)
+    """
 
     differentiable = False
 
@@ -94,59 +106,73 @@ class Exact(Ranker):
         return thresholds.num_reaching(tile)
 
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
-        # an item reaches its own score, which is the 1 of 1 + number of others
-        return positives.item_ranks(*positives.add_counts(counts, thresholds.num_reaching(positives.as_tile)))
+        return positives.item_ranks(*_proper_ranks(counts, thresholds, positives))
 
 
 @dataclass(frozen=True)
 class Sigmoid(Ranker):
     """Soft ranks: the step is a logistic of temperature `tau` (RS@k eq. 5, Smooth-AP). Tends to `Exact` as tau -> 0."""
 
+    grad_fields = ("rank", "positive_rank")
+
     tau: float
 
     def __post_init__(self) -> None:
         check_positive(self.tau, name="tau", caller="Sigmoid")
 
-    def thresholds(self, positives: PositiveScores, key: int) -> Tensor:
-        return positives.scores.t().contiguous()  # [P, B]: a comparison is then contiguous over queries in both roles of a tile
+    def thresholds(self, positives: PositiveScores, key: int) -> "SigmoidThresholds":
+        return SigmoidThresholds(positives.scores.t().contiguous())
 
     def _ahead(self, tile: Tensor, threshold: Tensor, out: Tensor) -> Tensor:
-        return torch.sub(tile, threshold[:, None], out=out).mul_(1 / self.tau).sigmoid_()
+        return torch.sub(tile, threshold[..., None], out=out).mul_(1 / self.tau).sigmoid_()
 
-    def count_tile(self, tile: Tensor, thresholds: Tensor, key: int) -> Tensor:
+    def count_tile(self, tile: Tensor, thresholds: "SigmoidThresholds", key: int) -> Tensor:
+        if thresholds.columns.shape[0] * tile.numel() <= KEPT_SIGMOIDS and not thresholds.kept:
+            ahead = tile.new_empty(thresholds.columns.shape[0], *tile.shape)
+            thresholds.kept[key] = self._ahead(tile, thresholds.columns, ahead)
+            return ahead.sum(dim=2).t()
         scratch = torch.empty_like(tile)  # one for all: on a CPU fresh memory costs more than what is done with it
-        return _columns([self._ahead(tile, threshold, scratch).sum(dim=1) for threshold in thresholds], tile)
+        return _columns([self._ahead(tile, threshold, scratch).sum(dim=1) for threshold in thresholds.columns], tile)
 
-    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Tensor) -> Ranks:
+    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: "SigmoidThresholds") -> Ranks:
         # an item ahead of itself counts sigmoid(0) = 1/2
-        return positives.item_ranks(*positives.add_counts(counts, self._among(positives) + 0.5))
+        among = _joined([ahead.sum(dim=2) for _, ahead in self._among(positives, thresholds)])
+        return positives.item_ranks(*positives.add_counts(counts, among + 0.5))
 
-    def _blocks(self, positives: PositiveScores) -> Iterator[tuple[slice, Tensor]]:
-        """Rows, and how far each relevant item of a row is ahead of each other [b, item, other], a few rows at a time."""
-        tile = positives.as_tile
-        width = max(tile.shape[1], 1)
-        for start in range(0, tile.shape[0], max(MOST_COMPARISONS // width**2, 1)):
-            rows = slice(start, start + max(MOST_COMPARISONS // width**2, 1))
-            yield rows, (tile[rows, None, :] - positives.scores[rows, :, None]).mul_(1 / self.tau).sigmoid_()
-
-    def _among(self, positives: PositiveScores) -> Tensor:
-        return torch.cat([ahead.sum(dim=2) for _, ahead in self._blocks(positives)])
+    def _among(self, positives: PositiveScores, thresholds: "SigmoidThresholds") -> Iterator[tuple[slice, Tensor]]:
+        """Rows, and how far each positive of a row is ahead of each other [b, item, other], a few rows at a time."""
+        if thresholds.among is not None:
+            yield slice(None), thresholds.among
+            return
+        tile, inverse = positives.as_tile, 1 / self.tau
+        step = max(MOST_COMPARISONS // max(tile.shape[1], 1) ** 2, 1)
+        for start in range(0, tile.shape[0], step):
+            rows = slice(start, start + step)
+            ahead = (tile[rows, None, :] - positives.scores[rows, :, None]).mul_(inverse).sigmoid_()
+            if ahead.numel() <= KEPT_SIGMOIDS and step >= tile.shape[0]:
+                thresholds.among = ahead
+            yield rows, ahead
 
     def rank_gradient(
-        self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Tensor, upstream: Upstream
+        self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: "SigmoidThresholds", upstream: Upstream
     ) -> tuple[Tensor, Tensor]:
-        d_rank, d_positive_rank, _, _ = (g * upstream.grad_loss for g in d_ranks)
-        # a relevant item ahead moves both ranks; an irrelevant one only the rank among all
-        weights = torch.stack((d_rank, d_rank + d_positive_rank)) * positives.valid / self.tau
-        weights = weights.to(positives.scores.dtype).transpose(1, 2).contiguous()
-        return weights[0], weights[1]
+        """[P, B] weights of irrelevant candidates and of positives that are ahead, over tau."""
+        scale = upstream.grad_loss / self.tau
+        d_rank, d_positive_rank = (positives.fill(g * scale, 0) for g in d_ranks)
+        # a positive ahead moves both ranks; an irrelevant candidate only the rank among all
+        dtype = positives.scores.dtype
+        return d_rank.to(dtype).t().contiguous(), (d_rank + d_positive_rank).to(dtype).t()
 
     def tile_backward(
-        self, tile: Tensor, thresholds: Tensor, rank_grad: tuple[Tensor, Tensor], key: int
+        self, tile: Tensor, thresholds: "SigmoidThresholds", rank_grad: tuple[Tensor, Tensor], key: int
     ) -> tuple[Tensor, Tensor]:
+        kept = thresholds.kept.get(key)
+        if kept is not None:
+            slope = torch.ops.aten.sigmoid_backward(rank_grad[0][:, :, None], kept)
+            return slope.sum(dim=0), slope.sum(dim=2).neg_().t()
         gradient, scratch = torch.zeros_like(tile), torch.empty_like(tile)
         d_thresholds = []
-        for threshold, weight in zip(thresholds, rank_grad[0], strict=True):
+        for threshold, weight in zip(thresholds.columns, rank_grad[0], strict=True):
             ahead = self._ahead(tile, threshold, scratch)
             slope = torch.ops.aten.sigmoid_backward.grad_input(weight[:, None].expand_as(tile), ahead, grad_input=scratch)
             gradient += slope
@@ -159,28 +185,36 @@ class Sigmoid(Ranker):
         counts: Tensor,
         rank_grad: tuple[Tensor, Tensor],
         positives: PositiveScores,
-        thresholds: Tensor,
+        thresholds: "SigmoidThresholds",
         upstream: Upstream,
     ) -> Tensor:
         weights = rank_grad[1].t()
         assert d_thresholds is not None, "every tile adds to the thresholds' gradient"
         parts = []
-        for rows, ahead in self._blocks(positives):
+        for rows, ahead in self._among(positives, thresholds):
             slope = torch.ops.aten.sigmoid_backward(weights[rows, :, None], ahead)
             parts.append(slope.sum(dim=1) - slope.sum(dim=2))  # as the item ahead, and as the one compared with
-        return d_thresholds + torch.cat(parts)
+        return d_thresholds + _joined(parts)
+
+
+@dataclass
+class SigmoidThresholds:
+    """The scores of the positives, and small sets of comparisons that are kept for the backward pass."""
+
+    columns: Tensor  # [P, B]: a threshold is contiguous over queries in both roles of a tile
+    kept: dict[int, Tensor] = field(default_factory=dict)  # [P, B, Z] of one tile, by its key
+    among: Tensor | None = None  # [B, P, P] of the positives with each other
 
 
 @dataclass(frozen=True)
 class Blackbox(Ranker):
     """Exact ranks with RaMBO's gradient: the change of the ranking when the scores move along the incoming gradient.
 
-    The ranking is proper: an irrelevant candidate wins a tie against a relevant one, and of two tied relevant ones the
-    first in candidate order wins. The rank among the relevant carries no gradient.
+    Ties are ranked as by `Exact`. The rank among the relevant carries no gradient.
 
     `lam` refers to normalised ranks, as in the published code: with n candidates in a list, y' = y + lam * n * dL/drank
-    and the gradient is (rank(y') - rank(y)) / (lam * n), which is Algorithm 1 with lambda = lam * n. L is the loss as it is
-    reduced (a mean over queries includes the 1 / queries), and what is done to the loss later scales the gradient
+    and the gradient is (rank(y') - rank(y)) / (lam * n), which is Algorithm 1 with lambda = lam * n. L is the mean over
+    queries, weights included, also where single losses are returned; what is done to the loss later scales the gradient
     without changing the perturbation, so loss scaling is safe.
 
     `margin` lowers relevant scores by margin / 2 and raises irrelevant ones by as much (eq. 14); `margin_noise` multiplies
@@ -233,6 +267,8 @@ class Blackbox(Ranker):
         raw_lam = self.lam * positives.list_length[:, None].clamp(min=1).to(positives.rank_dtype)  # a list may be empty
         step = (raw_lam * upstream.query_weight * d_ranks[0]).to(thresholds.values.dtype)
         scale = (upstream.grad_loss / (upstream.query_weight * raw_lam)).to(thresholds.values.dtype)
+        if upstream.query_weight.ndim:  # a query of weight 0 does not move
+            scale = torch.where(upstream.query_weight == 0, 0, scale)
         return thresholds.perturbed(positives.fill(thresholds.values + step, torch.inf)), scale
 
     def tile_backward(
@@ -281,9 +317,9 @@ class Histogram(Ranker):
         return (self.high - self.low) / self.bins
 
     def _position(self, tile: Tensor) -> Tensor:
-        """Distance from `high` in bins, in [0, bins]; hidden entries land on the last centre."""
-        # contiguous: gather and scatter walk over rows, and a tile in its transposed role is strided
-        return ((self.high - tile) * (1 / self.width)).clamp_(0, self.bins).contiguous()
+        """Distance from `high` in bins, in [0, bins]; hidden entries are at the last centre, NaN at the first."""
+        # contiguous: gather and scatter walk over rows, and a transposed tile is strided
+        return ((self.high - tile) * (1 / self.width)).clamp_(0, self.bins).nan_to_num_(nan=0.0).contiguous()
 
     def thresholds(self, positives: PositiveScores, key: int) -> None:
         return None
@@ -302,13 +338,18 @@ class Histogram(Ranker):
         irrelevant = (positives.list_length - positives.num_relevant).to(counts.dtype)
         mass, gain = self._masses(positives, positives.scores)
         positive_rank = mass.cumsum(dim=1)
-        return positives.as_ranks(torch.cat((counts, irrelevant[:, None]), dim=1) + positive_rank, positive_rank, mass, gain)
+        # objectives divide by ranks, and at a centre that nothing has reached yet the rank is 0
+        rank = (torch.cat((counts, irrelevant[:, None]), dim=1) + positive_rank).clamp_(min=SMALLEST_RANK)
+        return positives.as_ranks(rank, positive_rank, mass, gain)
 
     def _masses(self, positives: PositiveScores, scores: Tensor) -> tuple[Tensor, Tensor]:
         """[B, bins + 1] mass and gain of the relevant items at every centre, by their definition."""
-        position = (self.high - scores.masked_fill(~positives.valid, self.low)).div(self.width).clamp(0, self.bins)
+        valid = positives.valid
+        scores = scores if valid is None else scores.masked_fill(~valid, self.low)
+        position = (self.high - scores).div(self.width).clamp(0, self.bins)
         centres = torch.arange(self.bins + 1, dtype=position.dtype, device=position.device)
-        pulse = (1 - (position[:, :, None] - centres).abs()).clamp(min=0) * positives.valid[:, :, None]
+        pulse = (1 - (position[:, :, None] - centres).abs()).clamp(min=0)
+        pulse = pulse if valid is None else pulse * valid[:, :, None]
         mass = pulse.sum(dim=1)
         return mass, mass if positives.gains is None else (pulse * positives.gains[:, :, None]).sum(dim=1)
 
@@ -346,6 +387,10 @@ class Histogram(Ranker):
         return d_scores
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _columns(columns: list[Tensor], tile: Tensor) -> Tensor:
     """[B, E] from E columns; E is 0 where no query of the chunk has a relevant item."""
     return torch.stack(columns, dim=1) if columns else tile.new_zeros(tile.shape[0], 0)
@@ -354,7 +399,7 @@ def _columns(columns: list[Tensor], tile: Tensor) -> Tensor:
 def _proper_ranks(counts: Tensor, thresholds: Thresholds, positives: PositiveScores) -> tuple[Tensor, Tensor]:
     """[B, P] rank of each relevant item among all and among the relevant: the higher score first, then the earlier item."""
     among = thresholds.ranks
-    if not positives.full:
+    if positives.valid is not None:
         # padding is infinite and last in its row: ahead of every item but of infinite ones
         padding = positives.valid.shape[1] - positives.num_relevant[:, None]
         among = torch.where(thresholds.values == torch.inf, among, among - padding)

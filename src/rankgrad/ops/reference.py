@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rankgrad.ops.autograd import Objective, Ranks
-from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid
+from rankgrad.ops.rankers import SMALLEST_RANK, Blackbox, Exact, Histogram, Ranker, Sigmoid
 
 
 def reference_losses(
@@ -30,7 +30,11 @@ def reference_losses(
         if not (grades > 0).any():
             losses.append(0 * scores[query].sum())
         elif isinstance(ranker, Blackbox):
-            losses.append(_AlgorithmOne.apply(y, grades, ranker, objective, float(query_weights)))
+            losses.append(
+                _AlgorithmOne.apply(
+                    y, grades, ranker, objective, float(query_weights[query] if query_weights.ndim else query_weights)
+                )
+            )
         else:
             losses.append(objective(_ranks(y, grades, ranker))[0] + 0 * y.sum())  # attached, also where ranks have no gradient
     return torch.stack(losses)
@@ -44,11 +48,12 @@ def _ranks(y: Tensor, grades: Tensor, ranker: Ranker) -> Ranks:
         centres = torch.arange(ranker.bins + 1, device=y.device)
         pulse = (1 - (position - centres[:, None]).abs()).clamp(min=0)  # [bins + 1, n]
         mass, gain = pulse[:, relevant].sum(1), (pulse[:, relevant] * gains).sum(1)
-        return _as_ranks(pulse.sum(1).cumsum(0), mass.cumsum(0), mass, gain, gains)
+        return _as_ranks(pulse.sum(1).cumsum(0).clamp(min=SMALLEST_RANK), mass.cumsum(0), mass, gain, gains)
+    if isinstance(ranker, Exact):
+        rank, positive_rank = proper_ranking(y, relevant)[relevant], proper_ranking(y[relevant], relevant[relevant])
+        return _as_ranks(rank, positive_rank, torch.ones_like(gains), gains, gains)
     if isinstance(ranker, Sigmoid):
         ahead = torch.sigmoid((y[None, :] - y[:, None]) / ranker.tau)  # [x, z]: z is ahead of x
-    elif isinstance(ranker, Exact):
-        ahead = (y[None, :] >= y[:, None]).double()
     else:
         raise TypeError(f"reference: no definition of {ranker!r}")
     others = ahead * (1 - torch.eye(len(y), dtype=y.dtype, device=y.device))
@@ -90,7 +95,7 @@ class _AlgorithmOne(torch.autograd.Function):
             d_rank[relevant] = query_weight * ranks.gradients(loss)[0][0]
         raw_lam = ranker.lam * len(y)
         perturbed = proper_ranking(shifted + raw_lam * d_rank, relevant)
-        ctx.gradient = (perturbed - rank) / (raw_lam * query_weight)
+        ctx.gradient = (perturbed - rank) / (raw_lam * query_weight) if query_weight else torch.zeros_like(y)
         return loss.detach()
 
     @staticmethod

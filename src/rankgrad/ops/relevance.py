@@ -59,6 +59,10 @@ class RelevanceInput(Protocol):
         """[Q, C] relevance, and [Q, C] which are candidates at all, None where all are."""
         ...
 
+    def one_tile(self) -> "TileRelevance":
+        """Relevance of a batch whose scores fit in one tile. Synchronises."""
+        ...
+
     def build(self) -> "IntervalRelevance":
         """Relevance as the engine asks for it, sorted on the device of the tensors."""
         ...
@@ -120,6 +124,44 @@ class Labels:
             others[rows, self.self_index[rows].long()] = False
         return relevant & others, None if self.rank_self else others
 
+    def one_tile(self) -> "TileRelevance":
+        labels = self.labels.contiguous()
+        refs = labels if self.ref_labels is None else self.ref_labels
+        hidden = labels[:, None] == refs
+        order = refs.argsort(stable=True)
+        ascending = refs[order]
+        first = torch.searchsorted(ascending, labels)
+        num_relevant = torch.searchsorted(ascending, labels, right=True) - first
+        in_list = len(refs) if self.ref_labels is not None or self.rank_self else len(refs) - 1
+        list_length = torch.full_like(first, in_list)
+        itself = None  # the query's position in `order`, beyond the end where it is not a member of its own class there
+        if self.ref_labels is None:
+            itself = torch.empty_like(order)
+            itself[order] = torch.arange(len(refs), device=order.device)
+            num_relevant -= 1
+            if self.rank_self:
+                hidden.fill_diagonal_(False)
+        elif self.self_index is not None:
+            position = torch.empty_like(order)
+            position[order] = torch.arange(len(refs), device=order.device)
+            rows = (self.self_index >= 0).nonzero().view(-1)
+            hidden[rows, self.self_index[rows]] = not self.rank_self
+            itself = torch.where(self.self_index >= 0, position[self.self_index.clamp(min=0)], len(refs))
+            in_class = (itself >= first) & (itself < first + num_relevant)
+            itself = torch.where(in_class, itself, len(refs))
+            num_relevant = num_relevant - in_class.long()
+            if not self.rank_self:
+                list_length[rows] -= 1
+        least, most = (int(number) for number in torch.aminmax(num_relevant))
+        columns = first[:, None] + torch.arange(most, device=order.device)
+        if itself is not None:
+            columns += columns >= itself[:, None]
+        valid = None
+        if least < most:
+            valid = torch.arange(most, device=order.device) < num_relevant[:, None]
+            columns.clamp_(max=len(refs) - 1)
+        return TileRelevance(hidden, order[columns], valid, num_relevant, list_length, least > 0)
+
     def build(self) -> "IntervalRelevance":
         return IntervalRelevance.build(self.labels, self.ref_labels, self.self_index, rank_self=self.rank_self)
 
@@ -133,6 +175,18 @@ class Mask:
 
     def build(self) -> "MaskRelevance":
         return MaskRelevance.build(self.relevance, self.candidates)
+
+
+@dataclass(frozen=True)
+class TileRelevance:
+    """Relevance of a batch whose scores fit in one tile, in the caller's order."""
+
+    hidden: Tensor  # [Q, C] positives, and the query itself unless it is ranked
+    columns: Tensor  # [Q, P] of the positives, ascending
+    valid: Tensor | None  # [Q, P] False at the padding, None where there is none
+    num_relevant: Tensor  # [Q]
+    list_length: Tensor  # [Q]
+    none_empty: bool  # every query has a positive
 
 
 @dataclass(frozen=True)
@@ -216,6 +270,10 @@ class IntervalRelevance:
     def to(self, device: torch.device) -> "IntervalRelevance":
         tensors: dict[str, Any] = {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
         return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+
+    def num_relevant_in_order(self) -> Tensor:
+        """[Q] relevant candidates of each query, in the caller's order."""
+        return torch.empty_like(self.num_relevant).index_copy_(0, self.query_order, self.num_relevant)
 
     def query_intervals(self) -> tuple[Tensor, Tensor]:
         """[C] first and one past the last query of each candidate's class, both in class order."""
@@ -313,10 +371,10 @@ class MaskRelevance:
         hidden = self.is_relevant[rows, columns]
         return hidden if self.candidates is None else hidden | ~self.candidates[rows, columns]
 
-    def positives(self, rows: Tensor | slice, width: int) -> tuple[Tensor, Tensor]:
-        """[B, width] columns of the relevant items of `rows`, and which of them are real."""
+    def positives(self, rows: Tensor | slice, width: int) -> tuple[Tensor, Tensor | None]:
+        """[B, width] columns of the positives of `rows`, and False at the padding, None where there is none."""
         if self.single:
-            return self.column[None], torch.ones(1, width, dtype=torch.bool, device=self.column.device)
+            return self.column[None], None
         step = torch.arange(width, device=self.column.device)
         valid = step < self.num_relevant[rows, None]
         if self.width is not None:

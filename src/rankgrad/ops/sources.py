@@ -1,6 +1,7 @@
 """Score sources in plain torch, for any device: scores tile by tile, made again for the backward pass.
 
     EmbeddingScores   scores are products of queries and candidates and are never stored
+    OneTileScores     the same for a small batch, in one tile that is kept
     GivenScores       scores are given as a matrix
 
 Dimension letters:  Q queries   C candidates   B queries of a row block   Z candidates of a tile   P positives, padded
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores
 from rankgrad.ops.rankers import Ranker
-from rankgrad.ops.relevance import IntervalRelevance, MaskRelevance
+from rankgrad.ops.relevance import IntervalRelevance, MaskRelevance, TileRelevance
 
 # Integers are exact in float32 up to here; longer lists get their ranks in float64.
 EXACT_FLOAT32 = 2**24
@@ -269,6 +270,46 @@ class EmbeddingScores(TiledSource):
         return (self.queries.base_grad(),) if self.symmetric else (self.queries.base_grad(), self.candidates.base_grad())
 
 
+class OneTileScores:
+    """Dot products of a batch so small that all of them fit in one tile: kept, not computed again for the gradient."""
+
+    query_order = None
+
+    def __init__(self, queries: Tensor, candidates: Tensor | None = None, *, relevance: TileRelevance) -> None:
+        self.queries, self.candidates, self.relevance = queries, queries if candidates is None else candidates, relevance
+        self.symmetric = candidates is None
+        self.row_blocks = [slice(0, len(queries))]
+        self.scores = queries @ self.candidates.t()
+        self.tile = self.scores.masked_fill(relevance.hidden, -torch.inf)
+
+    def positives(self, block: int) -> PositiveScores:
+        r = self.relevance
+        scores = self.scores.gather(1, r.columns)
+        return PositiveScores(
+            scores=scores if r.valid is None else scores.masked_fill_(~r.valid, torch.inf),
+            valid=r.valid,
+            gains=None,
+            num_relevant=r.num_relevant,
+            list_length=r.list_length,
+            rank_dtype=scores.dtype,
+        )
+
+    def count(self, ops: Ranker, thresholds: list[Any], seed: int) -> list[Tensor]:
+        return [ops.count_tile(self.tile, thresholds[0], seed)]
+
+    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
+        self.d_scores, d_thresholds = ops.tile_backward(self.tile, thresholds[0], rank_grads[0], seed)
+        return [d_thresholds]
+
+    def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
+        r, (given,) = self.relevance, d_positives
+        d_scores = self.d_scores.scatter_add_(1, r.columns, given if r.valid is None else given.masked_fill(~r.valid, 0))
+        d_queries = d_scores @ self.candidates
+        if self.symmetric:
+            return (d_queries.addmm_(d_scores.t(), self.queries),)
+        return d_queries, d_scores.t() @ self.queries
+
+
 class GivenScores(TiledSource):
     """Scores are given as a matrix, one list per row."""
 
@@ -288,8 +329,7 @@ class GivenScores(TiledSource):
         columns, valid = self.relevance.positives(rows, self.widths[block])
         scores, grades = self.relevance.gather(self.scores, rows, columns).to(self.dtype), self.relevance.grades
         return PositiveScores(
-            scores=scores if self.relevance.single else scores.masked_fill_(~valid, torch.inf),
-            full=self.relevance.single,
+            scores=scores if valid is None else scores.masked_fill_(~valid, torch.inf),
             valid=valid,
             gains=None if grades is None else self.relevance.gather(grades, rows, columns).to(self.dtype),
             num_relevant=self.relevance.num_relevant[rows],
@@ -322,5 +362,6 @@ class GivenScores(TiledSource):
             else:
                 # positives are hidden in the tiles, so their gradient is 0 until now; padding adds 0
                 at = (rows[:, None].expand_as(columns), columns)
-                self.d_scores.index_put_(at, torch.where(valid, gradient, 0), accumulate=True)
+                gradient = gradient if valid is None else torch.where(valid, gradient, 0)
+                self.d_scores.index_put_(at, gradient, accumulate=True)
         return (self.d_scores,)

@@ -299,13 +299,15 @@ def operand_kernel(
 
 @triton.jit
 def normalize_kernel(x, normalized, inverse, d, smallest, BD: tl.constexpr):
-    """A row divided by its length, and 1 / length."""
+    """A row divided by its length, and 1 / length; a row of large numbers is scaled first, so that no square overflows."""
     i = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
     b_x = tl.load(x + i * d + o_d, mask=o_d < d, other=0.0)
+    scale = tl.maximum(tl.max(tl.abs(b_x), 0), 1.0)
+    b_x = b_x / scale
     b_inverse = 1.0 / tl.maximum(tl.sqrt(tl.sum(b_x * b_x, 0)), smallest)
     tl.store(normalized + i * d + o_d, b_x * b_inverse, mask=o_d < d)
-    tl.store(inverse + i, b_inverse)
+    tl.store(inverse + i, b_inverse / scale)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from rankgrad.ops import relevance as relevance_module
-from rankgrad.ops.autograd import PositiveScores
+from rankgrad.ops.autograd import SMALLEST_LENGTH, PositiveScores, first_derivative_only
 from rankgrad.ops.relevance import IntervalRelevance, rounded_width
 from rankgrad.ops.triton.embedding_kernels import (
     BACKWARD_TILES,
@@ -47,9 +47,6 @@ GRADIENT_PEAK = 2.0**14
 # float16 has 11 bits and is normal down to 6e-5: 64 times a unit vector's coordinates keeps their low parts normal too
 NORMALIZED_SCALE = 64.0
 
-# as torch.nn.functional.normalize has it: a row of zeros stays one
-SMALLEST_LENGTH = 1e-12
-
 
 def _padded(length: int, to: int) -> int:
     """The least multiple of `to` that holds `length`."""
@@ -69,7 +66,7 @@ class _Normalize(torch.autograd.Function):
         return normalized
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, d_normalized: Tensor) -> Tensor:
         normalized, inverse = ctx.saved_tensors
         d_x, d = torch.empty_like(normalized), normalized.shape[1]
@@ -191,12 +188,23 @@ class QueryGroups:
 
 
 class FusedEmbeddingScores:
-    """Scores of queries and candidates in float32, or of one set of embeddings in both roles (`candidates` None)."""
+    """Scores of queries and candidates in float32, or of one set of embeddings in both roles (`candidates` None).
+
+    Positives are scored in multiples of 1 / threshold_scale. Where that is the scale of the tiles they are compared with,
+    equal embeddings have equal scores to the last bit, so that ties are ties.
+    """
 
     def __init__(
-        self, queries: Tensor, candidates: Tensor | None, layout: QueryGroups, precision: Precision, *, normalized: bool
+        self,
+        queries: Tensor,
+        candidates: Tensor | None,
+        layout: QueryGroups,
+        precision: Precision,
+        *,
+        normalized: bool,
+        threshold_scale: float = 1.0,
     ) -> None:
-        self.layout, self.precision = layout, precision
+        self.layout, self.precision, self.threshold_scale = layout, precision, threshold_scale
         self.relevance = relevance = layout.relevance
         self.row_blocks, self.query_order = layout.groups, relevance.query_order
         self.symmetric = candidates is None
@@ -220,7 +228,7 @@ class FusedEmbeddingScores:
         scores = torch.full((width, count), torch.inf, device=self.query_order.device)
         if width:
             positives_kernel[(triton.cdiv(count, TILE),)](
-                **self._operands(1.0),
+                **self._operands(self.threshold_scale),
                 **self.layout.intervals,
                 out=scores,
                 first_row=rows.start,
@@ -230,8 +238,10 @@ class FusedEmbeddingScores:
                 **self._tile(COUNT_TILES, SPLIT_COUNT_TILES, width),
             )
         num_relevant = self.relevance.num_relevant[rows]
+        plain = scores if self.threshold_scale == 1 else scores / self.threshold_scale
         return PositiveScores(
-            scores=scores.t().contiguous(),  # objectives work on rows
+            scores=plain.t().contiguous(),  # objectives work on rows
+            columns=scores,
             valid=torch.arange(width, device=self.query_order.device) < num_relevant[:, None],
             gains=None,
             num_relevant=num_relevant,

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
-from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid
+from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid, SigmoidThresholds
 from rankgrad.ops.thresholds import Thresholds
 
 SIGMOID = tl.constexpr(0)
@@ -313,6 +313,11 @@ class Lowering(ABC, Generic[R]):
         """The kernels' scores are in multiples of 1 / score_scale."""
         return 1.0
 
+    @property
+    def threshold_scale(self) -> float:
+        """The scale of the positives' scores, that of the tiles where a tie between the two must be one to the last bit."""
+        return 1.0
+
     def thresholds(self, positives: PositiveScores, key: int) -> Any:
         return self.ranker.thresholds(positives, key)
 
@@ -356,7 +361,15 @@ class SigmoidLowering(Lowering[Sigmoid]):
     def score_scale(self) -> float:
         return 1.4426950408889634 / self.ranker.tau  # of base 2
 
-    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Tensor) -> Ranks:
+    @property
+    def threshold_scale(self) -> float:
+        return self.score_scale
+
+    def thresholds(self, positives: PositiveScores, key: int) -> SigmoidThresholds:
+        assert positives.columns is not None, "the source keeps what the kernels compare"
+        return SigmoidThresholds(positives.columns)
+
+    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: SigmoidThresholds) -> Ranks:
         scores = positives.scores.contiguous()
         among = torch.empty_like(scores, memory_format=torch.contiguous_format)
         if among.numel():
@@ -370,12 +383,14 @@ class SigmoidLowering(Lowering[Sigmoid]):
             )
         return positives.item_ranks(*positives.add_counts(counts, among + 0.5))
 
-    def count_args(self, thresholds: Tensor, width: int, device: torch.device) -> CountArgs:
-        return CountArgs(thresholds * self.score_scale, width)
+    def count_args(self, thresholds: SigmoidThresholds, width: int, device: torch.device) -> CountArgs:
+        return CountArgs(thresholds.columns, width)
 
-    def backward_args(self, thresholds: Tensor, rank_grad: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor]) -> BackwardArgs:
+    def backward_args(
+        self, thresholds: SigmoidThresholds, rank_grad: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor]
+    ) -> BackwardArgs:
         weights = rank_grad[0]
-        return BackwardArgs(thresholds * self.score_scale, weights, kept[1], weights.abs().sum(dim=0).amax() / 4)
+        return BackwardArgs(thresholds.columns, weights, kept[1], weights.abs().sum(dim=0).amax() / 4)
 
     def threshold_grad(self, rank_grad: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor], args: BackwardArgs) -> Tensor:
         return -(rank_grad[0] * kept[0]).t()
@@ -386,7 +401,7 @@ class SigmoidLowering(Lowering[Sigmoid]):
         counts: Tensor,
         rank_grad: tuple[Tensor, Tensor],
         positives: PositiveScores,
-        thresholds: Tensor,
+        thresholds: SigmoidThresholds,
         upstream: Upstream,
     ) -> Tensor:
         assert d_thresholds is not None, "counting sums the slopes"
@@ -422,6 +437,9 @@ class ExactLowering(Lowering[Exact]):
 
     def count_args(self, thresholds: Thresholds, width: int, device: torch.device) -> CountArgs:
         return CountArgs(thresholds.columns, width)
+
+    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
+        return positives.item_ranks(*_proper_ranks(counts, thresholds, positives))
 
 
 class BlackboxLowering(Lowering[Blackbox]):
