@@ -118,7 +118,7 @@ def test_an_image_is_dropped_and_a_result_followed_and_back(tab, address, data: 
 def test_a_bad_file_is_answered_on_the_page(tab, data: Path):
     drop(tab, "photo.jpg", b"this is text")
     tab.wait_for_selector("#problem:not([hidden])")
-    assert tab.inner_text("#problem").startswith("This is no image that can be searched with")
+    assert tab.inner_text("#problem").startswith("Unsupported image.")
     assert not tab.is_visible("#found")
     drop(tab, "big.jpg", b"\xff\xd8\xff" + bytes(1_000))
     until(tab, "document.getElementById('problem').textContent.includes('JPEG file is damaged')")
@@ -156,6 +156,104 @@ def test_the_gallery_is_searched_by_label_and_shuffled(tab):
     tab.fill("#label", "nobody")
     tab.wait_for_selector("#none:not([hidden])")
     assert tab.inner_text("#none") == "No label contains “nobody”."
+
+
+def test_names_are_readable_in_full(tab):
+    tab.locator("#items .tile").first.click()
+    labels(tab)
+    tile = tab.locator("#results .tile").first
+    label, name = tile.locator(".label").inner_text(), tile.locator(".file-name").inner_text()
+    category, path = tile.get_attribute("title").split("\n")
+    assert category == label
+    assert path == f"{label}/{name}"
+
+
+def test_number_and_label_of_the_results_are_chosen_and_stay(tab):
+    tab.locator("#items .tile").first.click()
+    assert len(labels(tab)) == 24
+    tab.select_option("#count", "12")
+    until(tab, "document.querySelectorAll('#results .score').length === 12")
+    assert tab.evaluate("location.hash").endswith("&k=12")
+    tab.fill("#only", "CLASS-008")
+    until(tab, "location.hash.includes('label=CLASS-008')")
+    until(tab, "[...document.querySelectorAll('#results .label')].every((label) => label.textContent === 'class-008')")
+    assert 5 <= len(labels(tab)) <= 6
+    tab.locator("#results .tile").nth(2).click()
+    until(tab, "document.querySelectorAll('#results .score').length === 5")
+    assert "k=12" in tab.evaluate("location.hash")
+    tab.fill("#only", "nobody")
+    until(tab, "document.getElementById('tally').textContent === 'No label contains this text.'")
+    assert not tab.wrong
+
+
+def test_a_part_of_an_image_is_searched_with(tab, data: Path):
+    for start in ("gallery", "upload"):
+        if start == "gallery":
+            tab.locator("#items .tile").first.click()
+        else:
+            drop(tab, "mine.png", (data / "test" / "class-006" / "3.png").read_bytes())
+            until(tab, "location.hash.startsWith('#upload=')")
+        labels(tab)
+        until(tab, "document.getElementById('query-image').naturalWidth > 0")
+        scores = "[...document.querySelectorAll('#results .score')].map((score) => score.textContent).join()"
+        before = tab.evaluate(scores)
+        frame = tab.locator("#query-frame").bounding_box()
+        tab.mouse.move(frame["x"] + 0.25 * frame["width"], frame["y"] + 0.25 * frame["height"])
+        tab.mouse.down()
+        tab.mouse.move(frame["x"] + 0.75 * frame["width"], frame["y"] + 0.6 * frame["height"], steps=4)
+        tab.mouse.up()
+        until(tab, "location.hash.includes('box=0.2')")
+        until(tab, f"document.querySelectorAll('#results .score').length && {scores} !== '{before}'")
+        assert tab.is_visible("#box")
+        box = tab.locator("#box").bounding_box()
+        assert abs(box["width"] - 0.5 * frame["width"]) < 6
+        tab.keyboard.press("Escape")
+        until(tab, f"{scores} === '{before}'")
+        assert not tab.is_visible("#box")
+        assert not tab.is_visible("#whole")
+    assert not tab.wrong
+
+
+def test_a_search_is_shared_by_its_link(browser, tab, address, data: Path):
+    drop(tab, "mine.png", (data / "test" / "class-006" / "3.png").read_bytes())
+    wanted = labels(tab)
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.click("#link")
+    until(tab, "document.getElementById('link').textContent === 'Copied'")
+    link = tab.evaluate("navigator.clipboard.readText()")
+    assert link.startswith(f"{address}#link=")
+    with browser.new_context() as context:
+        other = context.new_page()
+        other.goto(link)
+        other.wait_for_selector("#results .score")
+        assert other.locator("#results .label").all_inner_texts()[:5] == wanted[:5]
+        assert other.inner_text("#query-kind") == "A shared search"
+    tab.locator("#results .tile").first.click()
+    tab.wait_for_selector("#results .mark")
+    tab.click("#link")
+    until(tab, "document.getElementById('link').textContent === 'Copied'")
+    assert tab.evaluate("navigator.clipboard.readText()") == tab.evaluate("location.href")
+
+
+def test_keys_move_between_pictures_and_back(tab):
+    tab.locator("#items .tile").first.focus()
+    tab.keyboard.press("Enter")
+    labels(tab)
+    tab.locator("#results .tile").first.focus()
+    rank = "document.activeElement.querySelector('.rank').textContent"
+    tab.keyboard.press("ArrowRight")
+    assert tab.evaluate(rank) == "2"
+    tab.keyboard.press("ArrowDown")
+    below = int(tab.evaluate(rank))
+    assert below > 3
+    tab.keyboard.press("ArrowUp")
+    tab.keyboard.press("ArrowLeft")
+    assert tab.evaluate(rank) == "1"
+    tab.keyboard.press("/")
+    assert tab.evaluate("document.activeElement.id") == "only"
+    tab.keyboard.press("Escape")
+    tab.keyboard.press("Escape")
+    until(tab, "document.getElementById('found').hidden")
 
 
 @pytest.mark.parametrize("width", [360, 390, 760, 1280])

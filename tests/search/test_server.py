@@ -77,6 +77,51 @@ def test_a_search_from_the_gallery_says_what_is_right(client, gallery):
         assert one["score"] == pytest.approx(float(gallery.embeddings[7] @ gallery.embeddings[one["id"]]), abs=1e-4)
 
 
+def test_results_are_filtered_by_label(client, gallery, data):
+    content = (data / "test" / "class-006" / "3.png").read_bytes()
+    for found in (
+        client.get("/api/search", params={"item": 7, "label": "CLASS-008"}).json(),
+        send(client, content, params={"label": "class-008"}).json(),
+    ):
+        assert [one["label"] for one in found["results"]] == ["class-008"] * 6
+        scores = [one["score"] for one in found["results"]]
+        assert scores == sorted(scores, reverse=True)
+    assert len(client.get("/api/search", params={"item": 7, "label": "class-006"}).json()["results"]) == 5
+    assert client.get("/api/search", params={"item": 7, "label": "nobody"}).json()["results"] == []
+
+
+def test_a_part_of_an_image_is_searched_with(client, data, trained, tmp_path):
+    path = data / "test" / "class-006" / "3.png"
+    image = Image.open(path).convert("RGB")
+    width, height = image.size
+    part = image.crop((round(0.25 * width), 0, width, round(0.5 * height)))
+    wanted = trained.embed(part)
+    from_file = client.get("/api/search", params={"item": 9, "box": "0.25,0,1,0.5"}).json()
+    from_upload = send(client, path.read_bytes(), params={"box": "0.25,0,1,0.5"}).json()
+    assert from_file["query"]["name"] == "class-006/3.png"
+    for found in (from_file, from_upload):
+        for one in found["results"]:
+            assert one["score"] == pytest.approx(float(wanted @ trained.embed(data / "test" / one["name"])), abs=1e-3)
+    whole = client.get("/api/search", params={"item": 9, "box": "0,0,1,1"}).json()
+    assert whole["results"][0]["score"] == pytest.approx(1, abs=1e-4)
+    # as a viewer shows it
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = io.BytesIO()
+    image.transpose(Image.Transpose.ROTATE_90).save(turned, "PNG", exif=exif)
+    assert send(client, turned.getvalue(), params={"box": "0.25,0,1,0.5"}).json()["results"] == from_upload["results"]
+
+
+def test_a_link_finds_what_the_upload_found(client, data):
+    content = (data / "test" / "class-006" / "3.png").read_bytes()
+    found = send(client, content).json()
+    again = client.get("/api/search", params={"link": found["link"]}).json()
+    assert [one["id"] for one in again["results"]][:5] == [one["id"] for one in found["results"]][:5]
+    for one, other in zip(found["results"], again["results"], strict=True):
+        assert one["score"] == pytest.approx(other["score"], abs=1e-3)
+    assert len(found["link"]) == 22
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
 def test_every_kind_is_told_by_its_content(client, kind):
     assert send(client, encoded(kind), name="../../etc/passwd").status_code == 200
@@ -172,6 +217,13 @@ def test_bad_forms_are_answered_with_a_sentence(client, options, status, sentenc
         ("/api/search?item=1&k=0", 400, "k must be a whole number from 1 to 100."),
         ("/api/search?item=1&k=101", 400, "k must be a whole number from 1 to 100."),
         ("/api/search?item=²", 400, "item must be a whole number"),
+        ("/api/search?item=1&box=0,0,1", 400, "box must be four numbers from 0 to 1"),
+        ("/api/search?item=1&box=0.5,0,0.5,1", 400, "box must have its left edge before its right"),
+        ("/api/search?item=1&box=0,0,1e9,1", 400, "box must be four numbers"),
+        ("/api/search?item=30&box=0,0,1,1", 404, "There is no image 30"),
+        ("/api/search?link=abc", 400, "The link is damaged or belongs to another model."),
+        ("/api/search?link=%00%ff", 400, "The link is damaged"),
+        (f"/api/search?link={'A' * 22}", 400, "The link is damaged"),
         ("/api/items?offset=x", 400, "offset must be a whole number"),
         ("/api/items?limit=1000000", 400, "limit must be a whole number from 1 to 96."),
         ("/thumb/30", 404, "There is no image 30"),
@@ -298,7 +350,7 @@ def test_items_are_found_by_label(client, gallery):
 def test_the_page_is_served_while_the_network_works(page, monkeypatch):
     begun, finish = threading.Event(), threading.Event()
 
-    def slow(content):
+    def slow(content, box):
         begun.set()
         assert finish.wait(20)
         raise RefusedError(422, "done")
@@ -362,7 +414,7 @@ def test_uploads_are_embedded_one_at_a_time_and_do_not_hold_up_thumbnails(page, 
     """45 uploads, more than there are threads in starlette's pool."""
     at_work, most, lock, go_on = 0, 0, threading.Lock(), threading.Event()
 
-    def slow(content):
+    def slow(content, box):
         nonlocal at_work, most
         with lock:
             at_work += 1
@@ -388,7 +440,7 @@ def test_uploads_are_embedded_one_at_a_time_and_do_not_hold_up_thumbnails(page, 
 def test_more_uploads_than_can_wait_are_refused(page, monkeypatch):
     monkeypatch.setattr("rankgrad.search.server.MOST_WAITING", 2)
     go_on = threading.Event()
-    monkeypatch.setattr(page, "embed_upload", lambda content: go_on.wait(30) and np.eye(16, dtype=np.float32)[0])
+    monkeypatch.setattr(page, "embed_upload", lambda content, box: go_on.wait(30) and np.eye(16, dtype=np.float32)[0])
     with TestClient(make_app(page, hosts=["*"])) as client, ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(send, client, encoded("PNG")) for _ in range(8)]
         while sum(answer.done() for answer in answers) < 5:

@@ -24,7 +24,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 def main_embed(arguments: Sequence[str]) -> int:
     """`rankgrad embed RUN IMAGES --out DIR`."""
-    from rankgrad.search.gallery import embed_images
+    from rankgrad.search.gallery_writer import embed_images
     from rankgrad.search.image_lists import ImageList, images_at, manifest_of_images, split_of_data_set
 
     parser = Parser("rankgrad embed", "Embed images with a trained run. Writes embeddings.npy and a list of the images.")

@@ -10,7 +10,8 @@
 faiss, pyarrow, onnx and the server are imported where they are used: pip install 'rankgrad[search]'.
 """
 
-from rankgrad.search.gallery import Gallery, embed_images
+from rankgrad.search.gallery import Gallery
+from rankgrad.search.gallery_writer import embed_images
 from rankgrad.search.image_lists import ImageList, folder_of_images, manifest_of_images, split_of_data_set
 from rankgrad.search.index import KINDS, IndexReport, build_index
 from rankgrad.search.searcher import Searcher

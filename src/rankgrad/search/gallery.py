@@ -9,11 +9,10 @@ DIR/images/                   only where the data set draws its images and has n
 
 import csv
 import hashlib
-import importlib.util
 import json
 import tokenize
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,13 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad._files import atomic_folder
-from rankgrad._messages import Progress, first_ten, install_hint, plural, printable
+from rankgrad._messages import printable
 from rankgrad.data.image_files import UnreadableImageError
 from rankgrad.data.readers.manifest import BOX
 from rankgrad.data.table import Table
 from rankgrad.search.image_lists import ImageList
-from rankgrad.search.signatures import is_own, sign
+from rankgrad.search.signatures import is_own
 
 if TYPE_CHECKING:
     from rankgrad.search.trained_model import TrainedModel
@@ -41,7 +39,6 @@ ABOUT_KINDS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("dim", "step"), int),
     "root": (str, type(None)),
 }
-IdsFormat = Literal["parquet", "csv"]
 
 # what a damaged file makes its reader raise; the head of an .npy file is a Python literal
 DAMAGE = (
@@ -131,7 +128,7 @@ class Gallery:
                 f"got {embeddings.dtype} of shape {embeddings.shape}: make it again with embed"
             )
         source: Literal["inside", "trusted", "claimed"] = "claimed"
-        if images is not None or is_own(_claims(folder, about), about.get("signature")):
+        if images is not None or is_own(gallery_claims(folder, about), about.get("signature")):
             source = "trusted"
         elif about["root"] is None:
             source = "inside"
@@ -198,130 +195,6 @@ def _checked_lengths(embeddings: NDArray[np.float32], folder: Path) -> NDArray[n
         raise ValueError(f"{folder / EMBEDDINGS}: {error}: make it again with embed") from None
 
 
-def embed_images(
-    model: "TrainedModel",
-    images: ImageList,
-    folder: Path,
-    *,
-    ids: IdsFormat = "parquet",
-    skip_bad: bool = False,
-    workers: int | None = None,
-    shown: bool = True,
-    say: Callable[[str], None] = print,
-) -> Gallery:
-    """Embed images and write the result to a new folder, which appears when it is complete.
-
-    Args:
-        model: from `load`.
-        images: from `folder_of_images` and its siblings.
-        folder: must not exist, or be empty.
-        ids: format of the list of images.
-        skip_bad: list images that cannot be read and skip them; otherwise they are an error.
-        workers: threads that decode.
-        shown: show progress on standard error.
-        say: receives the list of skipped images.
-    """
-    if ids == "parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(f"a list of images as parquet needs pyarrow: use --ids csv, or {install_hint('search')}")
-    with atomic_folder(folder) as unfinished:
-        bad: list[UnreadableImageError] = []
-        rows: list[int] = []
-        with (
-            _EmbeddingsFile(unfinished / EMBEDDINGS, model.dim) as file,
-            Progress(len(images), f"embedding {images.table.name}", unit="images", shown=shown) as progress,
-        ):
-            for done, embeddings, unreadable in model.embed_table(images.table, workers):
-                bad += unreadable
-                if bad and not skip_bad:
-                    raise _unreadable(bad, "Repair or remove them, or skip them with --skip-bad")
-                if not np.isfinite(embeddings).all():
-                    raise ValueError(f"embed: the model of {model.folder} gives numbers that are not finite: train it again")
-                file.write(embeddings)
-                rows += done
-                progress.advance(len(done) + len(unreadable))
-        if not rows:
-            raise _unreadable(bad, "No image is left to embed")
-        if bad:
-            say(
-                f"Skipped {len(bad):,} of {plural(len(images), 'image')} that cannot be read:\n"
-                f"{first_ten([str(one) for one in bad])}"
-            )
-            (unfinished / LEFT_OUT).write_text("".join(f"{one}\n" for one in bad), encoding="utf-8")
-        kept = images.select(rows)
-        if kept.table.pixels is not None:
-            kept = _as_files(kept, unfinished / IMAGES)
-        _write_ids(unfinished / f"ids.{ids}", kept)
-        about = {
-            "format": FORMAT,
-            "run": str(model.folder.resolve()),
-            "recipe": model.recipe.name,
-            "checkpoint": model.checkpoint,
-            "step": model.step,
-            "weights": model.fingerprint,
-            "source": images.table.name,
-            "root": None if images.table.pixels is not None else str(images.table.root.resolve()),
-            "images": len(rows),
-            "left_out": len(bad),
-            "dim": model.dim,
-            "size": model.recipe.size,
-            "ids": f"ids.{ids}",
-            "digest": file.digest,
-            "debug": model.debug,
-        }
-        about["signature"] = sign(_claims(unfinished, about))
-        (unfinished / ABOUT).write_text(f"{json.dumps(about, indent=1)}\n", encoding="utf-8")
-    return Gallery.open(folder)
-
-
-class _EmbeddingsFile:
-    """An .npy file that is written row by row; how many there are is known at the end."""
-
-    def __init__(self, path: Path, dim: int) -> None:
-        self._file, self._dim, self._rows = path.open("wb"), dim, 0
-        self._hash = hashlib.blake2b(digest_size=16)
-        self._write_head()
-
-    def __enter__(self) -> "_EmbeddingsFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # numpy leaves space in the head for the number of rows to grow
-        self._file.seek(0)
-        self._write_head()
-        self._file.close()
-
-    def _write_head(self) -> None:
-        content = {"descr": "<f4", "fortran_order": False, "shape": (self._rows, self._dim)}
-        np.lib.format.write_array_header_1_0(self._file, content)
-
-    def write(self, embeddings: NDArray[np.float32]) -> None:
-        content = np.ascontiguousarray(embeddings, dtype="<f4").tobytes()
-        self._hash.update(content)
-        self._file.write(content)
-        self._rows += len(embeddings)
-
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
-
-
-def _unreadable(bad: Sequence[UnreadableImageError], advice: str) -> UnreadableImageError:
-    return UnreadableImageError(f"embed: images that cannot be read:\n{first_ten([str(one) for one in bad])}\n{advice}")
-
-
-def _as_files(images: ImageList, folder: Path) -> ImageList:
-    """Drawn images as PNG files in `folder`, so that they can be shown later."""
-    from PIL import Image
-
-    pixels = images.table.pixels
-    assert pixels is not None
-    paths = tuple(f"{path}.png" for path in images.table.paths)
-    for path, image in zip(paths, pixels, strict=True):
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(folder / path)
-    return replace(images, table=replace(images.table, root=folder, paths=paths, pixels=None))
-
-
 def _inside(folder: Path, name: str) -> Path:
     """A file of a gallery, which must be one (opening a named pipe would block) and lie in its folder."""
     path = folder / name
@@ -332,7 +205,7 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _claims(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+def gallery_claims(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     """What decides which files of the disk a gallery stands for."""
     ids = hashlib.blake2b((folder / about["ids"]).read_bytes(), digest_size=16).hexdigest()
     return {"root": about["root"], "digest": about["digest"], "ids": ids}
@@ -366,31 +239,10 @@ def _read_about(folder: Path) -> dict[str, Any]:
     return about
 
 
-def _write_ids(path: Path, images: ImageList) -> None:
-    columns: dict[str, Sequence[Any]] = {
-        "id": range(len(images)),
-        "path": images.table.paths,
-        "label": images.labels,
-        "category": images.categories,
-    }
-    if images.table.boxes is not None:
-        columns.update(zip(BOX, images.table.boxes.T.tolist(), strict=True))
-    if path.suffix == ".parquet":
-        import pyarrow as pa  # type: ignore[import-untyped]
-        from pyarrow import parquet
-
-        parquet.write_table(pa.table({name: list(values) for name, values in columns.items()}), path)
-        return
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows(zip(*columns.values(), strict=True))
-
-
 def _read_ids(path: Path) -> dict[str, list[Any]]:
     """The columns of a list of images, paths and names as text and edges as anything that `float` takes."""
     if path.suffix == ".parquet":
-        from pyarrow import parquet
+        from pyarrow import parquet  # type: ignore[import-untyped]
 
         table = parquet.read_table(path)
         return {name: table[name].to_pylist() for name in table.column_names}

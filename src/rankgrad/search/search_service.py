@@ -1,17 +1,25 @@
 """What the search page is asked and answers, without the web around it; uploads are checked before they are decoded."""
 
+import base64
 import io
 import time
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad.data.image_files import DAMAGE, ImageDecoder, UnreadableImageError
+from rankgrad.data.image_files import DAMAGE, ImageDecoder, UnreadableImageError, read_guarded, read_row, to_rgb
 from rankgrad.data.seeds import bits, permutation
 from rankgrad.search.searcher import Searcher
 from rankgrad.search.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Box: TypeAlias = tuple[float, float, float, float]
+"""Left, top, right and bottom of a part of an image, as shares of its width and height."""
 
 MOST_BYTES = 10_000_000
 MOST_PIXELS = 40_000_000
@@ -79,9 +87,9 @@ class SearchService:
     def items(self, label: str, seed: int, offset: int, limit: int) -> dict[str, Any]:
         """Images whose label contains `label`, in a random order decided by `seed`."""
         order = permutation(len(self.gallery), bits(seed, "page"))
-        if label:
-            wanted = np.array([label.casefold() in name.casefold() for name in self._names.tolist()], dtype=np.bool_)
-            order = order[wanted[self._name_of[order]]]
+        rows = self._labelled(label)
+        if rows is not None:
+            order = order[np.isin(order, rows)]
         chosen = order[offset : offset + limit].tolist()
         return {"total": len(order), "offset": offset, "items": [self.item(row) for row in chosen]}
 
@@ -97,30 +105,66 @@ class SearchService:
             "class_size": self.gallery.class_sizes.get(label, 0),
         }
 
-    def search_from(self, row: int, k: int) -> dict[str, Any]:
-        """Neighbours of an image of the gallery."""
+    def search_from(self, row: int, k: int, label: str = "") -> dict[str, Any]:
+        """Neighbours of an image of the gallery, among those whose label contains `label`."""
         began = time.perf_counter()
-        scores, rows = self.searcher.search_from(self._checked(row), k)
+        scores, rows = self.searcher.search_from(self._checked(row), k, among=self._labelled(label))
         query = self.item(row)
-        found = self._results(scores, rows, query["label"])
-        return {"query": query, "results": found, "seconds": round(time.perf_counter() - began, 4)}
+        return self._answer(query, scores, rows, query["label"], began)
 
-    def search_with(self, content: bytes, k: int) -> dict[str, Any]:
-        """Neighbours of an uploaded image."""
+    def search_part(self, row: int, box: Box, k: int, label: str = "") -> dict[str, Any]:
+        """Neighbours of a part of an image of the gallery."""
+        self.gallery.image_file(self._checked(row))
+        table = self.gallery.images.table
+        listed = (
+            None if table.boxes is None or np.isnan(table.boxes[row]).any() else tuple(map(round, table.boxes[row].tolist()))
+        )
         began = time.perf_counter()
-        scores, rows = self.searcher.search(self.embed_upload(content)[None], k)
-        found = self._results(scores[0], rows[0], "")
-        return {"query": None, "results": found, "seconds": round(time.perf_counter() - began, 4)}
+        try:
+            embedding = self.model.embed(read_row(table, row, partial(_part, box=box, listed=listed)))
+        except UnreadableImageError:
+            raise RefusedError(404, f"The file of image {row} is missing or cannot be read.") from None
+        return self._search(self.item(row), embedding, k, label, began)
 
-    def embed_upload(self, content: bytes) -> NDArray[np.float32]:
+    def search_with(self, content: bytes, k: int, label: str = "", box: Box | None = None) -> dict[str, Any]:
+        """Neighbours of an uploaded image, or of a part of it."""
+        began = time.perf_counter()
+        return self._search(None, self.embed_upload(content, box), k, label, began)
+
+    def search_link(self, link: str, k: int, label: str = "") -> dict[str, Any]:
+        """Neighbours of an embedding that an earlier answer gave as its `link`."""
+        began = time.perf_counter()
+        return self._search(None, _embedding_in(link, self.gallery.embeddings.shape[1]), k, label, began)
+
+    def embed_upload(self, content: bytes, box: Box | None = None) -> NDArray[np.float32]:
         """[d] of an uploaded image, prepared as files are."""
         check_upload(content)
         try:
-            return self.model.embed(content)
+            return self.model.embed(content if box is None else read_guarded(content, partial(_part, box=box)))
         except UnreadableImageError as error:
             cause = str(error).removeprefix("the image cannot be read: ").removesuffix(".")
             reason = "it is truncated or damaged" if "truncated" in cause or "broken" in cause else cause
             raise RefusedError(422, f"The image cannot be read: {reason}.") from None
+
+    def _search(
+        self, query: dict[str, Any] | None, embedding: NDArray[np.float32], k: int, label: str, began: float
+    ) -> dict[str, Any]:
+        scores, rows = self.searcher.search(embedding[None], k, among=self._labelled(label))
+        answer = self._answer(query, scores[0], rows[0], query["label"] if query else "", began)
+        return {**answer, "link": _link_of(embedding)}
+
+    def _answer(
+        self, query: dict[str, Any] | None, scores: NDArray[np.float32], rows: NDArray[np.int64], label: str, began: float
+    ) -> dict[str, Any]:
+        found = self._results(scores, rows, label)
+        return {"query": query, "results": found, "seconds": round(time.perf_counter() - began, 4)}
+
+    def _labelled(self, text: str) -> NDArray[np.int64] | None:
+        """Rows whose label contains `text`; None for all."""
+        if not text:
+            return None
+        wanted = np.array([text.casefold() in name.casefold() for name in self._names.tolist()], dtype=np.bool_)
+        return np.flatnonzero(wanted[self._name_of])
 
     def thumb(self, row: int) -> bytes:
         """A JPEG without the metadata of its file."""
@@ -148,6 +192,39 @@ class SearchService:
         if not 0 <= row < len(self.gallery):
             raise RefusedError(404, f"There is no image {row}: the gallery has 0 to {len(self.gallery) - 1}.")
         return row
+
+
+def _part(image: "Image.Image", box: Box, listed: tuple[int, ...] | None = None) -> "Image.Image":
+    """The part of an upright image between shares of its width and height; `listed` is what the gallery shows of its file."""
+    from PIL import ImageOps
+
+    if listed is not None:
+        image = image.crop((max(listed[0], 0), max(listed[1], 0), min(listed[2], image.width), min(listed[3], image.height)))
+    upright = to_rgb(ImageOps.exif_transpose(image))
+    left, top, right, bottom = (
+        round(share * side) for share, side in zip(box, (upright.width, upright.height) * 2, strict=True)
+    )
+    part = upright.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
+    # turned already
+    part.info.pop("exif", None)
+    return part
+
+
+def _link_of(embedding: NDArray[np.float32]) -> str:
+    """An embedding for an address: a byte for each dimension, which moves a cosine by less than 0.001."""
+    scaled = np.round(127 * embedding / np.abs(embedding).max()).astype(np.int8)
+    return base64.urlsafe_b64encode(scaled.tobytes()).decode().rstrip("=")
+
+
+def _embedding_in(link: str, dim: int) -> NDArray[np.float32]:
+    try:
+        content = base64.b64decode(link + "=" * (-len(link) % 4), altchars=b"-_", validate=True)
+    except ValueError:
+        content = b""
+    embedding = np.frombuffer(content, np.int8).astype(np.float32)
+    if embedding.shape != (dim,) or not embedding.any():
+        raise RefusedError(400, "The link is damaged or belongs to another model.")
+    return embedding
 
 
 def check_upload(content: bytes) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankgrad.eval import neighbours
-from rankgrad.search.gallery import ABOUT, Gallery, unit_rows
+from rankgrad.search.gallery import ABOUT, BLOCK, Gallery, unit_rows
 from rankgrad.search.signatures import is_own
 
 if TYPE_CHECKING:
@@ -100,14 +100,24 @@ class Searcher:
             )
         return cls(gallery, _read_index(folder / INDEX, gallery), kind, effort, rescore=kind == "ivfpq")
 
-    def search(self, queries: NDArray[Any], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """[Q, k] cosines and rows, best first; k is cut to the size of the gallery. Queries may have any length above 0."""
+    def search(
+        self, queries: NDArray[Any], k: int, *, among: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """[Q, k] cosines and rows, best first; k is cut to the number of candidates.
+
+        Args:
+            queries: [Q, d], of any length above 0.
+            k: number of neighbours.
+            among: rows of the gallery to search, all by default. They are searched exactly.
+        """
         if queries.ndim != 2 or queries.shape[1] != self.gallery.embeddings.shape[1]:
             raise ValueError(
                 f"Searcher: queries must be [Q, {self.gallery.embeddings.shape[1]}] as the gallery is, got {queries.shape}"
             )
-        k = min(k, len(self.gallery))
         units = unit_rows(queries)
+        if among is not None:
+            return self._search_among(units, min(k, len(among)), among)
+        k = min(k, len(self.gallery))
         if self.index is None:
             return self._search_exactly(units, k)
         scores, rows = self.search_index(units, k)
@@ -125,9 +135,11 @@ class Searcher:
             scores, rows = self.index.search(queries, candidates, params=self._parameters(k))
         return self._rescored(queries, rows, k) if self.rescore else (scores, rows)
 
-    def search_from(self, row: int, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def search_from(
+        self, row: int, k: int, *, among: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """[k] cosines and rows of the neighbours of an image of the gallery, without itself."""
-        scores, rows = self.search(np.array(self.gallery.embeddings[row])[None], min(k + 1, len(self.gallery)))
+        scores, rows = self.search(np.array(self.gallery.embeddings[row])[None], k + 1, among=among)
         others = rows[0] != row
         return scores[0][others][:k], rows[0][others][:k]
 
@@ -148,6 +160,20 @@ class Searcher:
         scores = self.gallery.embeddings @ queries[0]
         best = np.argsort(-scores, kind="stable")[None, :k]
         return scores[best], best
+
+    def _search_among(
+        self, queries: NDArray[np.float32], k: int, among: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """The best of some rows, which are read block by block."""
+        best_scores = np.empty((len(queries), 0), np.float32)
+        best_rows = np.empty((len(queries), 0), np.int64)
+        for first in range(0, len(among), BLOCK):
+            block = among[first : first + BLOCK]
+            scores = np.concatenate([best_scores, queries @ self.gallery.embeddings[block].T], axis=1)
+            rows = np.concatenate([best_rows, np.broadcast_to(block, (len(queries), len(block)))], axis=1)
+            order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+            best_scores, best_rows = np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
+        return best_scores, best_rows
 
     def _rescored(
         self, queries: NDArray[np.float32], rows: NDArray[np.int64], k: int

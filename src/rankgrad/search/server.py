@@ -3,7 +3,8 @@
     /                     the page
     /api/about            the run and the gallery in numbers
     /api/items            images to begin from: ?label=TEXT&seed=N&offset=N&limit=N
-    /api/search           GET ?item=ID, or POST with an image in the form field "image"; ?k=N
+    /api/search           GET ?item=ID or ?link=TEXT, or POST with an image in the form field "image"; with ?k=N&label=TEXT
+                          and ?box=LEFT,TOP,RIGHT,BOTTOM, shares of the image's width and height
     /thumb/ID             a small JPEG of an image of the gallery
 
 Images are named by their number alone; nothing that comes with a request becomes a path. Uploads are decoded and embedded one
@@ -13,8 +14,10 @@ a time limit.
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -36,7 +39,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rankgrad.search.search_service import MOST_BYTES, RefusedError, SearchService, too_large
+from rankgrad.search.search_service import MOST_BYTES, Box, RefusedError, SearchService, too_large
 
 T = TypeVar("T")
 
@@ -84,7 +87,7 @@ def make_app(service: SearchService, *, hosts: list[str]) -> ASGIApp:
 
     async def items(request: Request) -> Response:
         asked = request.query_params
-        label = asked.get("label", "").strip()[:200]
+        label = _label(asked)
         numbers = (
             _number(asked, "seed", 0, 2**32),
             _number(asked, "offset", 0, len(service.gallery)),
@@ -93,14 +96,20 @@ def make_app(service: SearchService, *, hosts: list[str]) -> ASGIApp:
         return _json(await run_in_threadpool(service.items, label, *numbers))
 
     async def search(request: Request) -> Response:
-        k = _number(request.query_params, "k", NEIGHBOURS, MOST_NEIGHBOURS, least=1)
+        asked = request.query_params
+        k, label, box = _number(asked, "k", NEIGHBOURS, MOST_NEIGHBOURS, least=1), _label(asked), _box(asked)
         if request.method == "POST":
             async with _uploaded(request) as image:
-                return _json(await uploads.run(lambda: service.search_with(image.file.read(MOST_BYTES + 1), k)))
-        if "item" not in request.query_params:
+                work = partial(service.search_with, k=k, label=label, box=box)
+                return _json(await uploads.run(lambda: work(image.file.read(MOST_BYTES + 1))))
+        if "link" in asked:
+            return _json(await run_in_threadpool(service.search_link, asked["link"], k, label))
+        if "item" not in asked:
             raise RefusedError(400, "Say what to search from: ?item=ID, or send an image.")
-        row = _number(request.query_params, "item", 0, 2**63 - 1)
-        return _json(await run_in_threadpool(service.search_from, row, k))
+        row = _number(asked, "item", 0, 2**63 - 1)
+        if box is not None:
+            return _json(await uploads.run(partial(service.search_part, row, box, k, label)))
+        return _json(await run_in_threadpool(service.search_from, row, k, label))
 
     async def thumb(request: Request) -> Response:
         row = _row_in(request.path_params["row"])
@@ -269,6 +278,21 @@ def _number(given: Mapping[str, str], name: str, default: int, most: int, *, lea
     if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
         raise RefusedError(400, f"{name} must be a whole number from {least} to {most}.")
     return int(text)
+
+
+def _label(given: Mapping[str, str]) -> str:
+    return given.get("label", "").strip()[:200]
+
+
+def _box(given: Mapping[str, str]) -> Box | None:
+    if "box" not in given:
+        return None
+    if not re.fullmatch(r"([01](\.[0-9]{1,6})?,){3}[01](\.[0-9]{1,6})?", given["box"]):
+        raise RefusedError(400, "box must be four numbers from 0 to 1: left, top, right and bottom.")
+    left, top, right, bottom = map(float, given["box"].split(","))
+    if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
+        raise RefusedError(400, "box must have its left edge before its right and its top above its bottom, inside the image.")
+    return left, top, right, bottom
 
 
 def _row_in(text: str) -> int:

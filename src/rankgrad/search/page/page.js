@@ -1,5 +1,6 @@
-// The page holds no state but its address: #item=12 is a search from image 12 of the gallery, #upload=1 one with the first
-// image that was dropped. So Back, reload and links work as they do everywhere.
+// The page's state is its address: #item=12 searches from image 12 of the gallery, #upload=1 with the second image that was
+// dropped, #link=... with an embedding that somebody shared; &k=48, &label=cat and &box=0.1,0.2,0.5,0.9 refine it. So Back,
+// reload and links work as everywhere.
 
 const $ = (id) => document.getElementById(id);
 const SKELETONS = 12;
@@ -8,8 +9,29 @@ const answers = new Map();
 let about = null;
 let seed = 0;
 let shown = 0;
-let turn = 0;            // of the newest search; what older ones bring is dropped
-let typing = null;       // waits for the end of a word before looking for it
+let turn = 0;            // of the newest search; answers to older ones are dropped
+let typing = null;       // timer that waits for the end of a word
+let link = "";           // of the newest answer, for sharing
+
+// what the address says, without what is not understood
+function place() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  const number = (name) => (/^\d{1,15}$/.test(given.get(name) || "") ? given.get(name) : null);
+  const box = /^(?:[01](?:\.\d{1,6})?,){3}[01](?:\.\d{1,6})?$/.test(given.get("box") || "") ? given.get("box") : null;
+  const shared = /^[\w-]{1,12000}$/.test(given.get("link") || "") ? given.get("link") : null;
+  return { item: number("item"), upload: number("upload"), link: shared, k: number("k"), label: given.get("label"), box };
+}
+
+function address(changes) {
+  const given = new URLSearchParams();
+  for (const [name, value] of Object.entries({ ...place(), ...changes })) if (value) given.set(name, value);
+  // commas are fine in an address
+  return `#${given.toString().replaceAll("%2C", ",")}`;
+}
+
+// the choices that stay from one query to the next
+const kept = () => address({ item: null, upload: null, link: null, box: null }).slice(1);
+const query = (start) => (kept() ? `#${start}&${kept()}` : `#${start}`);
 
 function element(name, classes, text) {
   const made = document.createElement(name);
@@ -67,8 +89,9 @@ function picture(item) {
 
 function tile(item) {
   const link = element("a", "tile");
-  link.href = `#item=${item.id}`;
-  link.title = item.category ? `${item.name} (${item.category})` : item.name;
+  link.dataset.id = item.id;
+  link.href = query(`item=${item.id}`);
+  link.title = [item.label, item.category, item.name].filter(Boolean).join("\n");
   const frame = picture(item);
   const line = element("span", "line");
   line.append(element("span", "label", named(item)));
@@ -84,6 +107,7 @@ function tile(item) {
   filled.style.setProperty("--score", Math.min(1, Math.max(0, item.score)));
   bar.append(filled);
   link.append(bar);
+  if (item.label) link.append(element("span", "file-name", item.name.split("/").pop()));
   let verdict = "";
   if (item.right !== null) {
     frame.append(icon(item.right));
@@ -125,13 +149,16 @@ function showQuery(kind, label, name, address) {
 function tallied(answer) {
   const found = answer.results.length;
   const seconds = answer.seconds < 0.1 ? `${Math.max(1, Math.round(1000 * answer.seconds))} ms` : `${answer.seconds.toFixed(1)} s`;
-  if (!found) return "Nothing was found.";
+  if (!found) return place().label ? "No label contains this text." : "Nothing was found.";
   const query = answer.query;
   if (!query || !query.label) return `${count(found, "image", "images")} in ${seconds}`;
   const right = answer.results.filter((item) => item.right).length;
-  const others = query.class_size - 1;
+  // the image that a part is of is found, too
+  const others = query.class_size - (place().box ? 0 : 1);
+  if (place().label) return `${count(found, "image", "images")} in ${seconds}`;
   if (!others) return `${count(found, "image", "images")} in ${seconds}; no other image has its label`;
-  return `${right} of the ${count(others, "other image", "other images")} of its label among the first ${found}, in ${seconds}`;
+  const all = place().box ? count(others, "image", "images") : count(others, "other image", "other images");
+  return `${right} of the ${all} of its label among the first ${found}, in ${seconds}`;
 }
 
 function showResults(answer) {
@@ -145,37 +172,73 @@ function reset() {
   $("found").hidden = true;
   $("results").replaceChildren();
   document.body.classList.remove("searching");
-  $("gallery-title").textContent = "Or begin from the gallery";
+  $("gallery-title").textContent = "Or start from the gallery";
   document.title = `${about.run} · rankgrad search`;
 }
 
+function showBox(box) {
+  $("box").hidden = !box;
+  $("whole").hidden = !box;
+  if (!box) return;
+  const [left, top, right, bottom] = box.split(",").map(Number);
+  const shown = shownImage();
+  const frame = $("query-frame").getBoundingClientRect();
+  const style = $("box").style;
+  style.setProperty("--left", `${shown.left - frame.left + left * shown.width}px`);
+  style.setProperty("--top", `${shown.top - frame.top + top * shown.height}px`);
+  style.setProperty("--width", `${(right - left) * shown.width}px`);
+  style.setProperty("--height", `${(bottom - top) * shown.height}px`);
+}
+
+// where the picture itself is inside its frame, which it does not fill
+function shownImage() {
+  const image = $("query-image");
+  const frame = image.getBoundingClientRect();
+  const scale = Math.min(frame.width / (image.naturalWidth || 1), frame.height / (image.naturalHeight || 1));
+  const width = scale * image.naturalWidth;
+  const height = scale * image.naturalHeight;
+  return { left: frame.left + (frame.width - width) / 2, top: frame.top + (frame.height - height) / 2, width, height };
+}
+
+function request(at, upload) {
+  const asked = new URLSearchParams();
+  for (const name of ["item", "link", "k", "label", "box"]) if (at[name]) asked.set(name, at[name]);
+  if (!upload) return ask(`/api/search?${asked}`);
+  const form = new FormData();
+  form.append("image", upload.file);
+  return ask(`/api/search?${asked}`, { method: "POST", body: form });
+}
+
 async function follow() {
-  const [, kind, number] = location.hash.match(/^#(item|upload)=(\d{1,15})$/) || [];
+  const at = place();
   const mine = ++turn;
-  const upload = kind === "upload" ? uploads[Number(number)] : null;
-  if (!kind || (kind === "upload" && !upload)) {
+  const upload = at.upload === null ? null : uploads[Number(at.upload)];
+  for (const tile of $("items").querySelectorAll(".tile")) tile.href = query(`item=${tile.dataset.id}`);
+  if (document.activeElement !== $("only")) $("only").value = at.label || "";
+  $("count").value = [...$("count").options].some((option) => option.value === at.k) ? at.k : "24";
+  if (at.item === null && !upload && !at.link) {
     // dropped images do not outlive the page
-    if (kind) history.replaceState(null, "", location.pathname);
+    if (at.upload !== null) history.replaceState(null, "", location.pathname);
     reset();
     return;
   }
   complain();
   if (upload) showQuery("Your image", upload.file.name || "Pasted image", "", upload.url);
-  else showQuery("From the gallery", `Image ${number}`, "", `/thumb/${number}?v=${about.version}`);
+  else if (at.link) showQuery("A shared search", "The image was not shared", "", "/icon.svg");
+  else showQuery("From the gallery", `Image ${at.item}`, "", `/thumb/${at.item}?v=${about.version}`);
+  $("box-hint").hidden = Boolean(at.link);
+  showBox(at.box);
   const key = location.hash;
   const slow = setTimeout(wait, answers.has(key) ? 1e6 : 120);
   $("results").setAttribute("aria-busy", "true");
   scrollTo({ top: 0 });
   try {
-    if (!answers.has(key)) {
-      const form = new FormData();
-      if (upload) form.append("image", upload.file);
-      const answer = await (upload ? ask("/api/search", { method: "POST", body: form }) : ask(`/api/search?item=${number}`));
-      answers.set(key, answer);
-    }
+    if (!answers.has(key)) answers.set(key, await request(at, upload));
     if (mine !== turn) return;
     const answer = answers.get(key);
+    link = answer.link || "";
     if (answer.query) showQuery("From the gallery", named(answer.query), answer.query.name, thumb(answer.query));
+    showBox(at.box);
     document.title = `${$("query-label").textContent} · ${about.run}`;
     clearTimeout(slow);
     showResults(answer);
@@ -189,12 +252,74 @@ async function follow() {
   }
 }
 
+// the address of what is shown, for other people on this server
+async function share() {
+  const at = place();
+  const hash = at.item === null && link ? address({ upload: null, box: null, link }) : location.hash;
+  const text = new URL(hash, location.href).href;
+  try {
+    await navigator.clipboard.writeText(text);
+    $("status").textContent = "Link copied.";
+    $("link").textContent = "Copied";
+  } catch {
+    prompt("Copy this link:", text);
+  }
+  setTimeout(() => { $("link").textContent = "Copy link"; }, 1500);
+}
+
+function drawBox(event) {
+  if (event.button !== 0 || place().link) return;
+  const shown = shownImage();
+  const share = (value, start, size) => Math.min(1, Math.max(0, (value - start) / size));
+  const corner = (at) => [share(at.clientX, shown.left, shown.width), share(at.clientY, shown.top, shown.height)];
+  const [x, y] = corner(event);
+  const box = (at) => {
+    const [right, bottom] = corner(at);
+    return [Math.min(x, right), Math.min(y, bottom), Math.max(x, right), Math.max(y, bottom)];
+  };
+  const text = (edges) => edges.map((edge) => edge.toFixed(4)).join(",");
+  const frame = $("query-frame");
+  frame.setPointerCapture(event.pointerId);
+  frame.onpointermove = (at) => showBox(text(box(at)));
+  frame.onpointercancel = () => { frame.onpointermove = null; showBox(place().box); };
+  frame.onpointerup = (at) => {
+    frame.onpointermove = null;
+    const [left, top, right, bottom] = box(at);
+    // a click, or a slip of the hand
+    if (right - left < 0.03 || bottom - top < 0.03) return showBox(place().box);
+    location.hash = address({ box: text([left, top, right, bottom]) });
+  };
+}
+
+// arrows move between pictures, / goes to the filter, Escape back to the whole image and then to the start
+function pressed(event) {
+  const typingText = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "file";
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Escape") {
+    if (typingText) event.target.blur();
+    else if (place().box) location.hash = address({ box: null });
+    else if (location.hash) location.hash = "";
+  } else if (event.key === "/" && !typingText) {
+    event.preventDefault();
+    ($("found").hidden ? $("label") : $("only")).focus();
+  } else if (event.key.startsWith("Arrow") && event.target.closest(".tile")) {
+    const tiles = [...event.target.closest("ol, ul").querySelectorAll(".tile")];
+    const columns = tiles.filter((tile) => tile.getBoundingClientRect().top === tiles[0].getBoundingClientRect().top).length;
+    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
+    const next = tiles[tiles.indexOf(event.target.closest(".tile")) + step];
+    if (next) {
+      event.preventDefault();
+      next.focus();
+    }
+  }
+}
+
 function take(files) {
   const file = [...(files || [])].find((one) => one.type.startsWith("image/")) || (files || [])[0];
-  if (!file) return complain("That was no file: drop an image from your disk, or paste one.");
+  if (!file) return complain("That was not a file: drop an image from your disk, or paste one.");
   if (file.size > about.most_bytes) return complain(`The file is larger than ${about.most_bytes / 1e6} MB. Choose a smaller one.`);
   uploads.push({ file, url: URL.createObjectURL(file) });
-  location.hash = `upload=${uploads.length - 1}`;
+  location.hash = query(`upload=${uploads.length - 1}`);
 }
 
 async function browse(more) {
@@ -257,6 +382,20 @@ function listen() {
     browse();
   });
   $("more").addEventListener("click", () => browse(true));
+  $("filters").addEventListener("submit", (event) => event.preventDefault());
+  $("only").addEventListener("input", () => {
+    clearTimeout(typing);
+    typing = setTimeout(() => { location.hash = address({ label: $("only").value.trim() }); }, 300);
+  });
+  $("count").addEventListener("change", () => {
+    location.hash = address({ k: $("count").value === "24" ? null : $("count").value });
+  });
+  $("whole").addEventListener("click", () => { location.hash = address({ box: null }); });
+  $("link").addEventListener("click", share);
+  $("query-frame").addEventListener("pointerdown", drawBox);
+  $("query-image").addEventListener("load", () => showBox(place().box));
+  addEventListener("resize", () => showBox(place().box));
+  addEventListener("keydown", pressed);
 }
 
 async function begin() {
