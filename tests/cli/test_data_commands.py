@@ -71,3 +71,10 @@ def test_check_data_finds_what_training_stops_on(tmp_path, name, capsys):
     cut(tmp_path / "x" / name)
     assert cli.main(["check-data", "folder", str(tmp_path)]) == 2
     assert f"x/{name} cannot be read" in capsys.readouterr().err
+
+
+def test_an_error_does_not_drive_the_terminal(tmp_path, capsys):
+    assert cli.main(["check-data", "folder", str(tmp_path / "\x1b[2Jnowhere")]) == 2
+    said = capsys.readouterr().err
+    assert "\x1b" not in said
+    assert "\\x1b[2Jnowhere does not exist" in said

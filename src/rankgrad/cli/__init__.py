@@ -169,7 +169,7 @@ def call_verb(verbs: Mapping[str, Verb], arguments: list[str], *, command: str, 
 
 
 def _for_the_command_line(error: Exception) -> Exception:
-    """The same error, whose message names settings as flags and no function of the library."""
+    """The same error, whose message names settings as flags and no function of the library, without control characters."""
     from rankgrad.cli.parser import in_flags, without_caller
     from rankgrad.detection.detection_recipe import DetectionRecipe
     from rankgrad.runs.recipe import settings_of

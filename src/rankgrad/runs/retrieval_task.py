@@ -99,8 +99,8 @@ class RetrievalTask:
         unused = int(((sizes > 1) & (sizes < recipe.per_class)).sum())
         if not unused:
             return notes
-        classes = plural(unused, "class has", "classes have")
-        return (*notes, f"{classes} fewer than {recipe.per_class} training images and are not sampled: see --per-class")
+        classes, verb = plural(unused, "class has", "classes have"), "is" if unused == 1 else "are"
+        return (*notes, f"{classes} fewer than {recipe.per_class} training images and {verb} not sampled: see --per-class")
 
     def data_identity(self) -> Mapping[str, DataIdentity]:
         splits = ["train", *([VALIDATION] if self.recipe.validation == "split" else [])]
