@@ -127,6 +127,17 @@ def test_a_report_goes_into_its_run_and_replaces_nothing_else(tmp_path, capsys, 
     assert (tmp_path / "report.html").read_text() == "mine"
 
 
+def test_a_study_prints_each_note_once(tmp_path, capsys):
+    data = fake_datasets.build("omniglot", tmp_path / "data", classes=6, per_class=4)
+    given = ["--data", str(data), "--debug", "--only", "20 bins", "--seeds", "2", "--out", str(tmp_path / "study")]
+    assert cli.main(["study", "omniglot", *given, "--device", "cpu", "--cache", "none"]) == 0
+    out = capsys.readouterr().out
+    notes = [line for line in out.splitlines() if line.startswith("note: ")]
+    assert notes, "the copy is incomplete"
+    assert len(notes) == len(set(notes))
+    assert "seed 1" in out
+
+
 def test_a_plan_takes_the_default_recipe(tmp_path, capsys):
     data = fake_datasets.build("folder", tmp_path, classes=6, per_class=4)
     arguments = ["--debug", "--device", "cpu", "--cache", "none"]

@@ -78,7 +78,7 @@ def add_settings(
         if only is not None and name not in only:
             continue
         group = groups.get(setting.group) or groups.setdefault(setting.group, parser.add_argument_group(setting.group))
-        text = setting.help.replace("%", "%%")
+        text = in_flags(setting.help, settings_of(kind)).replace("%", "%%")
         if defaults is not None:
             text += f" [{format_value(getattr(defaults, name)).replace('%', '%%')}]"
         if setting.kind is bool:

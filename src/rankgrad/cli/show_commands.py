@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankgrad._files import replace_file
 from rankgrad._messages import did_you_mean, format_duration, printable, table
-from rankgrad.cli.parser import Parser
+from rankgrad.cli.parser import Parser, in_flags
 
 if TYPE_CHECKING:
     from rankgrad.report.run_reader import Run
@@ -67,7 +67,9 @@ def describe_recipe(recipe: "Recipe") -> str:
     from rankgrad.runs.recipe import format_value, settings_of
 
     known = settings_of(type(recipe))
-    settings = [(name, format_value(getattr(recipe, name)), entry.help) for name, entry in known.items()]
+    settings = [
+        (name, format_value(getattr(recipe, name)), in_flags(entry.help, known)) for name, entry in known.items()
+    ]  # fmt: skip
     parts = [f"{recipe.name}: {recipe.what}", table(["setting", "value", "meaning"], settings, align="lll", indent="  ")]
     if recipe.published:
         rows = [
