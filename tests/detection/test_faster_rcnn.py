@@ -154,9 +154,9 @@ def test_the_network_is_a_function_of_the_seed_and_leaves_torchs_generator_alone
 def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(ValueError, match="backbone must be one of 'tiny', 'resnet18'"):
         build_detector("vgg16")
-    with pytest.raises(ValueError, match="there are no weights of the backbone 'tiny'"):
+    with pytest.raises(ValueError, match="the backbone 'tiny' has no weights"):
         build_detector("tiny", weights="default")
-    with pytest.raises(ValueError, match="torchvision publishes no weights of resnext101_32x4d: give a file"):
+    with pytest.raises(ValueError, match="torchvision has no weights of resnext101_32x4d: pass a file"):
         build_detector("resnext101_32x4d", weights="default")
     with pytest.raises(FileNotFoundError, match=r"the weights file '.*none\.pth' does not exist"):
         build_detector("resnet18", weights=str(tmp_path / "none.pth"))

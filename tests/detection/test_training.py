@@ -217,6 +217,14 @@ def test_the_report_shows_classes_curves_and_boxes(debug_run, tmp_path):
     assert "2 detection runs compared" in out.read_text()
 
 
+def test_runs_on_other_images_are_not_compared(debug_run, tmp_path):
+    other = tmp_path / "other"
+    flags = ["--device", "cpu", "--epochs", "1", "--milestones", "3", "--test-images", "4"]
+    assert main(["train", "voc07-r50-rambo", "--debug", "--out", str(other), *flags]) == 0
+    with pytest.raises(ValueError, match="were tested on different images: report them separately"):
+        page([debug_run, other])
+
+
 def test_pictures_are_those_with_most_mistakes_and_with_none():
     scenes = draw_shapes("test", 12, size=96)
     perfect = [Detections(s.boxes, s.labels, np.ones(len(s.labels), np.float32)) for s in scenes.scenes]
@@ -241,7 +249,7 @@ def test_a_folder_in_vocs_layout_with_an_empty_image_and_a_flat_box(tmp_path, ca
     assert main(["train", "cells-ce", "--out", str(run), *common]) == 0
     told = capsys.readouterr().out
     assert "note: 1 images without an object (i0.xml)" in told
-    assert "note: 1 objects left out" in told
+    assert "note: 1 objects skipped" in told
     assert "AP50" in told
     assert read_run(RunFolder(run))[1] == ("ape", "bear")
 

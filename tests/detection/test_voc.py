@@ -82,7 +82,7 @@ def test_a_class_never_present_is_noted(tmp_path):
 def test_a_box_that_sticks_out_is_cut(tmp_path):
     scenes = one(tmp_path, [("ape", (-3, 0, 70, 20))])
     assert scenes.scenes[0].boxes.tolist() == [[0, 0, 64, 20]]
-    assert scenes.notes == ("1 boxes cut at the edge of their image (a.xml)",)
+    assert scenes.notes == ("1 boxes clipped to their image (a.xml)",)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_boxes_without_area_or_outside_can_be_left_out(tmp_path):
     objects = [("ape", (9, 9, 9, 20)), ("ape", (70, 9, 90, 20)), ("ape", (1, 1, 9, 20))]
     scenes = one(tmp_path, objects, skip_bad=True)
     assert scenes.scenes[0].boxes.tolist() == [[0, 0, 9, 20]]
-    assert scenes.notes == ("2 objects left out that have no area or lie outside of their image (a.xml, a.xml)",)
+    assert scenes.notes == ("2 objects skipped that have no area or lie outside of their image (a.xml, a.xml)",)
 
 
 def test_an_unknown_class_is_named_with_its_file_and_the_nearest_one(devkit):
@@ -148,7 +148,7 @@ def test_missing_files_are_named(devkit):
         read_voc(folder, "test", class_names=VOC_CLASSES)
     with pytest.raises(FileNotFoundError, match="VOC2010/Annotations is missing"):
         read_voc(devkit, "trainval", years=["2010"])
-    with pytest.raises(FileNotFoundError, match="is not a folder; wanted is a folder with JPEGImages"):
+    with pytest.raises(FileNotFoundError, match="is not a folder; expected a folder with JPEGImages"):
         read_voc(devkit / "nowhere", "trainval")
     with pytest.raises(ValueError, match=r"several folders in .* have annotations \(VOC2007, VOC2012\): name one"):
         read_voc(devkit / "VOCdevkit", "trainval")
@@ -171,7 +171,7 @@ def test_images_that_are_not_as_annotated_are_named(devkit):
     with pytest.raises(ValueError, match=r"2007_1\.jpg is 32 x 32 pixels, but its annotation says 64 x 48"):
         scenes.image(0)
     (folder / "2007_2.jpg").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"2007_2\.jpg cannot be read: it is no image"):
+    with pytest.raises(ValueError, match=r"2007_2\.jpg cannot be read: it is not an image"):
         scenes.image(1)
 
 

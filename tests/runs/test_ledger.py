@@ -251,3 +251,4 @@ def test_a_real_study_in_miniature(tree, tmp_path, capsys):
         "category-hard",
     ] * 2
     assert (tmp_path / "x" / "table.md").exists()
+    assert out.count("note: partial copy") == 1, "a note is printed once, however many runs it concerns"

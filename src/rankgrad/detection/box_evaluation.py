@@ -1,14 +1,14 @@
 """Average precision of boxes by the rules of Pascal VOC.
 
-A class's detections of all images are one list, the highest score first. Each looks for the object of its class and image that
-it overlaps most, taken already or not: with an intersection over union of at least 0.5 it is right if it is the first to
-find that object, wrong if it comes again, and left out if the object is difficult; with less it is wrong. Difficult objects
-need not be found.
+The detections of a class in all images form one list, sorted by score. Each is matched with the object of its class and image
+that it overlaps most, matched already or not. With an intersection over union of at least 0.5 it is right if it is the first
+match of that object, wrong if it is another one, and ignored if the object is difficult; with less it is wrong. Difficult
+objects need not be found.
 
     11-point    the mean of the highest precision at a recall of at least 0, 0.1, ..., 1 (VOC 2007)
     all-point   the area below the highest precision at a recall of at least r (VOC 2010 and later)
 
-COCO differs: there a detection whose best object is taken goes on to the next best.
+COCO differs: there a detection whose best object is taken is matched with the next best.
 
 The result of a split is saved in RUN/eval/<key>:
 
@@ -76,20 +76,20 @@ class ClassResult:
     """One class: its objects, and precision and recall after each detection that counts."""
 
     name: str
-    objects: int  # that are not difficult
+    objects: int  # without difficult ones
     detections: int
     recall: Floats
     precision: Floats
 
     def average_precision(self, rule: Rule = "11-point") -> float:
-        """NaN for a class without an object to find."""
+        """AP of the class; NaN if it has no object."""
         check_choice(rule, RULES, name="rule", caller="average_precision")
         if not self.objects:
             return math.nan
         if not len(self.recall):
             return 0.0
         if rule == "11-point":
-            # quotients of whole numbers: 3 of 10 objects reach the same float that 3 tenths are
+            # quotients of integers: 3 of 10 objects reach exactly the float 3 / 10
             reached = [self.recall >= tenths / 10 for tenths in range(11)]
             return float(np.mean([self.precision[at].max(initial=0.0) for at in reached]))
         highest = np.maximum.accumulate(self.precision[::-1])[::-1]
@@ -98,13 +98,13 @@ class ClassResult:
 
 @dataclass(frozen=True, eq=False)
 class DetectionResult:
-    """All classes, and what became of every detection.
+    """Results of all classes, and the verdict on every detection.
 
     Attributes:
-        iou: the overlap from which on a detection may be right.
+        iou: smallest overlap of a right detection.
         classes: in the order of their labels.
         verdicts: of the detections of each image: `WRONG`, `RIGHT` or `LEFT_OUT`.
-        missed: for each image, which of its objects nobody found; difficult ones are not missed.
+        missed: for each image, which of its objects were not found; difficult ones are not missed.
     """
 
     iou: float
@@ -113,12 +113,12 @@ class DetectionResult:
     missed: tuple[NDArray[np.bool_], ...]
 
     def mean(self, rule: Rule = "11-point") -> float:
-        """Over the classes that have an object; NaN where none has."""
+        """Mean over the classes that have an object; NaN if none has."""
         values = [each.average_precision(rule) for each in self.classes if each.objects]
         return float(np.mean(values)) if values else math.nan
 
     def metrics(self) -> dict[str, float]:
-        """AP by both rules; the first is the paper's number for VOC 2007."""
+        """AP by both rules; the first is the paper's for VOC 2007."""
         name = f"AP{round(100 * self.iou)}"
         return {name: self.mean("11-point"), f"{name}[all-point]": self.mean("all-point")}
 
@@ -136,7 +136,7 @@ class DetectionResult:
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """Classes without an object, which are not in the mean."""
+        """Classes without an object, which the mean leaves out."""
         return tuple(each.name for each in self.classes if not each.objects)
 
 
@@ -149,7 +149,7 @@ def evaluate_boxes(
         found: the detections, an entry per image.
         scenes: the images with their objects, in the same order.
         class_names: of labels 1, 2, ...
-        iou: the overlap from which on a detection may be right.
+        iou: smallest overlap of a right detection.
     """
     check_positive(iou, name="iou", caller="evaluate_boxes")
     if len(found) != len(scenes):
@@ -166,7 +166,7 @@ def evaluate_boxes(
     row = np.concatenate([np.arange(len(each.labels)) for each in found]) if found else np.zeros(0, np.int64)
     scores = np.concatenate([each.scores for each in found]) if found else np.zeros(0, np.float32)
     labels = np.concatenate([each.labels for each in found]) if found else np.zeros(0, np.int64)
-    # of equal scores the first image's come first, and in an image the first
+    # stable: equal scores stay in the order of images and boxes
     order = np.argsort(-scores, kind="stable")
     for place in order.tolist():
         _judge(int(image[place]), int(row[place]), int(labels[place]), overlaps, scenes, taken, verdicts, iou)
@@ -192,7 +192,7 @@ def _judge(
     verdicts: Sequence[NDArray[np.int64]],
     iou: float,
 ) -> None:
-    """What becomes of one detection, when all with higher scores have been judged."""
+    """The verdict on one detection, after all with higher scores."""
     scene = scenes[image]
     overlap = np.where(scene.labels == label, overlaps[image][row], -1.0)
     if not len(overlap):

@@ -42,14 +42,14 @@ from rankgrad.report.run_reader import Run, read_runs
 SPLIT = "test"
 MOST_POINTS = 120
 PARTS = ("loss_classifier", "loss_box_reg", "loss_objectness", "loss_rpn_box_reg")
-# below this a wrong box is not drawn: a detector reports a hundred boxes of any image
+# smallest score of a wrong box that is drawn: a detector reports a hundred boxes per image
 SHOWN_SCORE = 0.3
 
 Test = tuple[DetectionEvaluation, Mapping[str, Any]]
 
 
 def write_report(folders: Sequence[Path], path: Path) -> Path:
-    """Writes the page about the runs in `folders`, the first of which the others are compared with."""
+    """Write a page about the runs in `folders`; the others are compared with the first."""
     replace_file(path, page(folders))
     return path
 
@@ -57,6 +57,9 @@ def write_report(folders: Sequence[Path], path: Path) -> Path:
 def page(folders: Sequence[Path]) -> str:
     """The HTML document."""
     tests = [read_evaluation(folder, SPLIT) for folder in folders]
+    for folder, test in zip(folders, tests, strict=True):
+        if _data_of(test) != _data_of(tests[0]):
+            raise ValueError(f"{folders[0]} and {folder} were tested on different images: report them separately")
     runs = read_runs(folders)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} detection runs compared"
     about = str(runs[0].recipe.get("what", "")) if len(runs) == 1 else ", ".join(run.name for run in runs)
@@ -72,6 +75,12 @@ def page(folders: Sequence[Path]) -> str:
         ("notes", "Notes", missing([], [note for _, content in tests for note in content.get("notes", [])])),
     ]
     return document(title, about, sections)
+
+
+def _data_of(test: Test) -> object:
+    """What must be equal for two results to be compared; older results have no fingerprint of their data."""
+    evaluation, content = test
+    return [(scene.name, scene.boxes.tolist(), scene.labels.tolist()) for scene in evaluation.scenes], content.get("protocol")
 
 
 def _numbers(runs: Sequence[Run], tests: Sequence[Test]) -> str:
@@ -130,7 +139,7 @@ def _curves(runs: Sequence[Run], tests: Sequence[Test]) -> str:
             if each is None or not each.objects or not len(each.recall):
                 continue
             recall, precision = thinned(each.recall.tolist(), each.precision.tolist(), MOST_POINTS)
-            # what was not found cannot be found with any precision
+            # the recall that was not reached has precision 0
             recall, precision = [0.0, *recall, recall[-1], 1.0], [precision[0], *precision, 0.0, 0.0]
             title = run.name if len(runs) > 1 else ""
             series.append(Series(title, recall, precision, colour_of(index), dash_of(index) if len(runs) > 1 else ""))
@@ -147,13 +156,13 @@ def _curves(runs: Sequence[Run], tests: Sequence[Test]) -> str:
                     ceiling=1.0,
                 )
             )
-    return element("div", *charts, class_="charts") if charts else absent("Nothing was found of any class.")
+    return element("div", *charts, class_="charts") if charts else absent("There are no detections.")
 
 
 def _pictures(runs: Sequence[Run], folders: Sequence[Path], tests: Sequence[Test]) -> str:
     told = (
-        "Solid: right. Dashed: wrong, or a second box on an object. Dotted: an object that was not found. Wrong boxes with a "
-        f"score below {SHOWN_SCORE:g} are not drawn."
+        "Solid: right. Dashed: wrong, or a duplicate. Dotted: an object that was not found. Wrong boxes with a score below "
+        f"{SHOWN_SCORE:g} are not drawn."
     )
     parts = [paragraph(told, class_="quiet")]
     for run, folder, (tested, _) in zip(runs, folders, tests, strict=True):
@@ -164,7 +173,7 @@ def _pictures(runs: Sequence[Run], folders: Sequence[Path], tests: Sequence[Test
             path = folder / "eval" / SPLIT / "pictures" / f"{image:06}.jpg"
             if path.is_file():
                 drawn.append(_picture(tested, image, path))
-        parts.append(element("div", *drawn, class_="charts") if drawn else absent("There are no pictures in the run's folder."))
+        parts.append(element("div", *drawn, class_="charts") if drawn else absent("The run has no pictures."))
     return "".join(parts)
 
 
@@ -205,13 +214,13 @@ def _box(box: Sequence[float], colour: str, dash: str, tip: str) -> str:
 
 def _learning(runs: Sequence[Run]) -> str:
     if not any(run.entries("step") for run in runs):
-        return absent("The journal holds no steps yet.")
+        return absent("The journal has no steps yet.")
     charts = []
     for name, title, about, y in (
         ("loss", "Loss", "Classification, boxes and proposals together.", "loss"),
         ("batch_mAP", "Exact mAP of the sampled regions", "Of a batch, without margin or memory.", "percent"),
         *((part, part.removeprefix("loss_").replace("_", " "), "A part of the loss.", "loss") for part in PARTS),
-        ("gradient", "Length of the gradient", "Before it is clipped.", "length"),
+        ("gradient", "Gradient norm", "Before clipping.", "norm"),
         ("images_per_second", "Speed", "Forward and backward, the loss included.", "images per second"),
     ):
         series = []

@@ -1,8 +1,8 @@
-"""A detector as the training loop knows a model: one row of numbers per image, and a loss of all rows.
+"""A detector as a model of the training loop: one row of numbers per image, and a loss of all rows.
 
 A row holds what the losses of an image need: the detector's own losses of boxes and proposals, and logits and targets of the
-regions that were sampled in it. So the AP loss ranks the regions of the whole batch, however few images go through the
-network at once, and journal, checkpoints, resumption and large batches are those of `rankgrad.train`.
+regions sampled in it. The AP loss thus ranks the regions of the whole batch, however few images go through the network at
+once, and journal, checkpoints, resuming and large batches are those of `rankgrad.train`.
 """
 
 import math
@@ -24,16 +24,16 @@ from rankgrad.losses.average_precision import AveragePrecision
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.ops.rankers import Exact
 
-# the losses that stay torchvision's
+# losses that remain torchvision's
 OTHERS = ("loss_objectness", "loss_rpn_box_reg", "loss_box_reg")
-# batches decoded before they are asked for
+# batches decoded ahead
 AHEAD = 2
 IGNORED = -1
-"""Target of a region that is not there."""
+"""Target of padding."""
 
 
 class LossRecorder:
-    """Stands where the classification loss is, and keeps what it is given."""
+    """Takes the place of the classification loss and records its inputs."""
 
     logits: Tensor
     targets: Tensor
@@ -44,7 +44,11 @@ class LossRecorder:
 
 
 class RowDetector(nn.Module):
-    """From a batch of `DetectionBatches` to rows [images, 3 + regions x (2 + classes)] of its regions and losses."""
+    """Maps a batch of `DetectionBatches` to rows [images, 3 + regions x (2 + classes)] of regions and losses.
+
+    Args:
+        detector: of torchvision; its classification loss is replaced.
+    """
 
     def __init__(self, detector: FasterRCNN) -> None:
         super().__init__()
@@ -58,7 +62,7 @@ class RowDetector(nn.Module):
         logits, labels = self._recorder.logits.float(), self._recorder.targets
         del self._recorder.logits, self._recorder.targets
         most: int = self.detector.roi_heads.fg_bg_sampler.batch_size_per_image
-        # which row a region stands in does not matter: the loss sees those of all
+        # the row of a region does not matter: the loss sees those of all images
         spare = len(images) * most - len(logits)
         columns = torch.cat((F.pad(labels, (0, spare), value=IGNORED)[:, None], F.pad(logits, (0, 0, 0, spare))), dim=1)
         others = torch.stack([losses[name].float() for name in OTHERS])
@@ -66,11 +70,11 @@ class RowDetector(nn.Module):
 
 
 class DetectionObjective(nn.Module):
-    """The whole loss of a detector, from the rows of a `RowDetector`.
+    """The total loss of a detector, from the rows of a `RowDetector`.
 
     Args:
         loss: of logits and targets, such as `DetectionAPLoss()` or torch's `cross_entropy`.
-        classes: without background.
+        classes: number of classes, without background.
     """
 
     def __init__(self, loss: ClassificationLoss, classes: int) -> None:
@@ -88,7 +92,7 @@ class DetectionObjective(nn.Module):
         return classification + others.sum()
 
     def diagnose(self, rows: Tensor, labels: Tensor) -> dict[str, float]:
-        """The parts of the last loss, and how well the sampled regions are ranked: exact AP, without margin or memory."""
+        """Terms of the last loss, and the exact AP of the sampled regions, without margin or memory."""
         logits, targets = self._regions(rows.detach())
         scores = logits.softmax(dim=1)[:, 1:].t()
         relevant = targets == torch.arange(1, self.classes + 1, device=targets.device)[:, None]
@@ -101,22 +105,22 @@ class DetectionObjective(nn.Module):
 
     def _regions(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         columns = rows[:, len(OTHERS) :].reshape(-1, 2 + self.classes)
-        there = columns[:, 0] != IGNORED
-        return columns[there, 1:], columns[there, 0].detach().long()
+        valid = columns[:, 0] != IGNORED
+        return columns[valid, 1:], columns[valid, 0].detach().long()
 
 
 class DetectionBatches:
-    """Batches of images with their boxes, in a new order each epoch, every other one mirrored.
+    """Batches of images with their boxes, shuffled every epoch and mirrored at random.
 
-    What step s of epoch e shows is a function of (seed, e, s). Objects that are called difficult are left out unless asked for.
+    Step s of epoch e is a function of (seed, e, s).
 
     Args:
-        scenes: what is shown.
-        batch_size: images; the last batch of an epoch may hold fewer.
-        seed: of order and mirroring.
-        flip: mirror every other image.
-        difficult: show difficult objects too.
-        workers: threads that decode.
+        scenes: the images.
+        batch_size: images in a batch; the last one of an epoch may be smaller.
+        seed: seed of order and mirroring.
+        flip: mirror images with probability 1/2.
+        difficult: include objects that are marked as difficult.
+        workers: number of decoding threads.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class DetectionBatches:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """What the next iteration shows."""
+        """Select the epoch of the next iteration."""
         check_count(epoch, name="epoch", caller="DetectionBatches.set_epoch", least=0)
         self.epoch = epoch
 
@@ -144,12 +148,12 @@ class DetectionBatches:
         return math.ceil(len(self.scenes) / self.batch_size)
 
     def iterate(self, start: int) -> Iterator[tuple[int, Tensor, dict[str, Tensor], Tensor]]:
-        """(step, numbers of the images, batch, objects of each image) from step `start` on."""
+        """Yield (step, numbers of the images, batch, objects per image), from step `start` on."""
         check_count(start, name="start", caller="DetectionBatches.iterate", least=0)
         order = permutation(len(self.scenes), bits(self.seed, "detection order", self.epoch))
         epoch = self.epoch
 
-        def made(step: int) -> tuple[int, Tensor, dict[str, Tensor], Tensor]:
+        def make(step: int) -> tuple[int, Tensor, dict[str, Tensor], Tensor]:
             numbers = order[step * self.batch_size : (step + 1) * self.batch_size]
             mirrored = torch.rand(len(numbers), generator=generator(self.seed, "detection flip", epoch, step)) < 0.5
             items = [self._item(int(i), bool(m) and self.flip) for i, m in zip(numbers, mirrored, strict=True)]
@@ -157,7 +161,7 @@ class DetectionBatches:
             return step, torch.from_numpy(numbers), batch, (batch["labels"] > 0).sum(dim=1)
 
         steps = range(start, len(self))
-        return (batch for _, batch in prefetch(made, steps, threads=self.workers, ahead=AHEAD + self.workers))
+        return (batch for _, batch in prefetch(make, steps, threads=self.workers, ahead=AHEAD + self.workers))
 
     def _item(self, number: int, mirrored: bool) -> tuple[Tensor, Tensor, Tensor]:
         scene = self.scenes.scenes[number] if self.difficult else self.scenes.scenes[number].clear
@@ -169,7 +173,7 @@ class DetectionBatches:
 
 
 def collate(items: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Images, boxes and labels of several scenes as tensors with a row per scene, padded at their ends."""
+    """Stack images, boxes and labels, padded, with a row per image."""
     height, width = (max(image.shape[axis] for image, _, _ in items) for axis in (1, 2))
     most = max(len(labels) for _, _, labels in items)
     batch = {
@@ -186,15 +190,15 @@ def collate(items: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
 
 
 def uncollate(batch: Mapping[str, Tensor]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Images and targets as torchvision's detectors want them: pixels in 0..1, no padding."""
+    """Images and targets for torchvision's detectors: pixels in [0, 1], no padding."""
     images = [
         image[:, :height, :width].float() / 255
         for image, (height, width) in zip(batch["images"], batch["sizes"].tolist(), strict=True)
     ]
     targets = []
     for boxes, labels in zip(batch["boxes"], batch["labels"], strict=True):
-        there = labels != IGNORED
-        targets.append({"boxes": boxes[there], "labels": labels[there]})
+        valid = labels != IGNORED
+        targets.append({"boxes": boxes[valid], "labels": labels[valid]})
     return images, targets
 
 
@@ -209,31 +213,31 @@ def detect(
     autocast: torch.dtype | None = None,
     each: Callable[[int], None] | None = None,
 ) -> list[Detections]:
-    """What a detector finds in every image, in their order.
+    """Detections in every image, in the order of the images.
 
     Args:
-        detector: of torchvision; put into evaluation mode for the call.
-        scenes: where to look.
-        device: where the detector is.
+        detector: of torchvision; in evaluation mode during the call.
+        scenes: the images.
+        device: of the detector.
         batch_size: images at once.
-        workers: threads that decode.
-        autocast: dtype of an autocast region.
+        workers: number of decoding threads.
+        autocast: dtype of autocast, None for none.
         each: called with the number of images after each batch.
     """
     was_training = detector.training
     detector.eval()
     found: list[Detections] = []
 
-    def made(step: int) -> list[Tensor]:
+    def load(step: int) -> list[Tensor]:
         last = min((step + 1) * batch_size, len(scenes))
         return [scenes.image(number) for number in range(step * batch_size, last)]
 
     try:
         steps = range(math.ceil(len(scenes) / batch_size))
-        for _, images in prefetch(made, steps, threads=workers, ahead=AHEAD + workers):
+        for _, images in prefetch(load, steps, threads=workers, ahead=AHEAD + workers):
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 outputs = detector([image.to(device, non_blocking=True).float() / 255 for image in images])
-            found += [_found(output) for output in outputs]
+            found += [_detections(output) for output in outputs]
             if each is not None:
                 each(len(images))
     finally:
@@ -241,6 +245,6 @@ def detect(
     return found
 
 
-def _found(output: Mapping[str, Tensor]) -> Detections:
+def _detections(output: Mapping[str, Tensor]) -> Detections:
     boxes, scores = (output[name].float().cpu().numpy().astype(np.float32) for name in ("boxes", "scores"))
     return Detections(boxes, output["labels"].cpu().numpy().astype(np.int64), scores)

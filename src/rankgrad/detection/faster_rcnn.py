@@ -1,4 +1,4 @@
-"""torchvision's Faster R-CNN with feature pyramids, and another classification loss in it.
+"""torchvision's Faster R-CNN with a feature pyramid, with any classification loss.
 
     detector = build_detector("resnet50", classes=20, weights="resnet50.pth")
     use_classification_loss(detector, DetectionAPLoss())
@@ -31,9 +31,9 @@ from rankgrad.models.trunks import IMAGENET_MEAN, IMAGENET_STD, Trunk
 from rankgrad.models.weights import Weights, load_weights, read_weights
 
 ClassificationLoss = Callable[[Tensor, Tensor], Tensor]
-"""From logits [regions, 1 + classes] and targets [regions], 0 for background, to one value."""
+"""Maps logits [regions, 1 + classes] and targets [regions], 0 for background, to a scalar."""
 
-# steps between positions of the five levels of the pyramid, in pixels
+# strides of the five levels of the pyramid, in pixels
 STRIDES = (4, 8, 16, 32, 64)
 ASPECTS = (0.5, 1.0, 2.0)
 GROUPS = 32
@@ -43,7 +43,7 @@ TINY = (16, 32, 64, 96)
 
 @dataclass(frozen=True)
 class _Backbone:
-    """A ResNet: its kind of block, blocks per stage, and groups as in ResNeXt."""
+    """A ResNet: type of block, blocks per stage, groups of ResNeXt."""
 
     block: type[BasicBlock | Bottleneck]
     layers: tuple[int, int, int, int]
@@ -65,7 +65,7 @@ RESNETS = {
 
 
 class RankedRoIHeads(RoIHeads):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's region heads, of which one number is replaced: the classification loss.
+    """torchvision's region heads with another classification loss.
 
     Proposals, sampling, box regression, masks, keypoints and inference are those of `heads`, whose modules are shared.
     """
@@ -101,23 +101,23 @@ class RankedRoIHeads(RoIHeads):  # type: ignore[misc]  # torchvision has no type
         return selected
 
     def forward(self, features: Any, proposals: Any, image_shapes: Any, targets: Any = None) -> tuple[Any, dict[str, Tensor]]:
-        heard: list[Tensor] = []
-        # for this call only: the predictor may be exchanged between two
-        hook = self.box_predictor.register_forward_hook(lambda module, given, output: heard.append(output[0]))
+        logits: list[Tensor] = []
+        # for this call only: the predictor may be replaced between calls
+        hook = self.box_predictor.register_forward_hook(lambda module, given, output: logits.append(output[0]))
         try:
             result, losses = super().forward(features, proposals, image_shapes, targets)
         finally:
             hook.remove()
         if self.training:
-            losses["loss_classifier"] = self.classification_loss(heard[0], torch.cat(self._targets))
+            losses["loss_classifier"] = self.classification_loss(logits[0], torch.cat(self._targets))
             self._targets = []
         return result, losses
 
 
 def use_classification_loss(detector: nn.Module, loss: ClassificationLoss) -> None:
-    """Makes `loss` the classification loss of a detector of torchvision; nothing else of it changes.
+    """Replace the classification loss of a torchvision detector, and nothing else.
 
-    A loss that is a module becomes a part of the detector, with its parameters and its memory in `state_dict`.
+    A loss that is a module becomes a submodule of the detector: its parameters and its memory are in `state_dict`.
     """
     heads = getattr(detector, "roi_heads", None)
     if not isinstance(heads, RoIHeads):
@@ -145,23 +145,23 @@ def build_detector(
     score_threshold: float = 0.05,
     seed: int = 0,
 ) -> FasterRCNN:
-    """Faster R-CNN with a feature pyramid on any `Backbone`, its own losses in it.
+    """Faster R-CNN with a feature pyramid on any `Backbone`, with torchvision's losses.
 
     Args:
         backbone: "resnet50", "resnet101", "resnext101_32x4d", smaller ones, or "tiny" for tests.
-        classes: without background.
+        classes: number of classes, without background.
         weights: of the backbone: "none", "default" (torchvision's, downloaded), or a file of torchvision's or timm's names.
-        norm: "frozen" batch normalisation, as usual with weights; "group" normalisation or live "batch" normalisation to train
-            from scratch; "auto": frozen with weights, group without.
-        trainable_stages: how many are trained, of four from the last to the first and then the stem; None: 3 with weights,
+        norm: "frozen" batch normalisation, usual with pretrained weights; "group" or live "batch" normalisation to train from
+            scratch; "auto": frozen with weights, group without.
+        trainable_stages: number of stages that are trained, from the last to the first, then the stem; None: 3 with weights,
             else all 5.
-        min_size: of the shorter side that images are resized to.
-        max_size: of the longer side.
-        anchor_scale: side of a square anchor, in steps of its level: 8 gives 32 to 512 pixels.
-        proposals: of an image that go on to the region heads in training; half as many at test time.
-        regions: of them that are sampled for the losses.
-        score_threshold: below which a box is not reported.
-        seed: of the random weights.
+        min_size: shorter side of a resized image.
+        max_size: limit of its longer side.
+        anchor_scale: side of a square anchor, in strides of its level: 8 gives 32 to 512 pixels.
+        proposals: proposals of an image passed to the region heads in training; half as many at test time.
+        regions: regions of an image sampled for the losses.
+        score_threshold: smallest score of a reported box.
+        seed: seed of the random weights.
     """
     caller = "build_detector"
     check_choice(backbone, get_args(Backbone), name="backbone", caller=caller)
@@ -198,13 +198,13 @@ def build_detector(
 
 
 def _pyramid_body(name: str, weights: str, norm: str, trainable: int) -> tuple[nn.Module, list[int], int]:
-    """The network below the pyramid, channels of its four stages, and channels of the pyramid."""
+    """The network below the pyramid, the channels of its four stages, and those of the pyramid."""
     if norm == "auto":
         norm = "group" if weights == "none" else "frozen"
     layer = {"frozen": FrozenBatchNorm2d, "batch": nn.BatchNorm2d, "group": partial(_group_norm, GROUPS)}[norm]
     if name == "tiny":
         if weights != "none":
-            raise ValueError(f"build_detector: there are no weights of the backbone 'tiny', got {weights!r}; use 'none'")
+            raise ValueError(f"build_detector: the backbone 'tiny' has no weights, got {weights!r}: use 'none'")
         return _tiny(), list(TINY), 64
     body = RESNETS[name].build(layer)
     expansion = RESNETS[name].block.expansion
@@ -221,14 +221,13 @@ def _load(body: ResNet, name: str, weights: str) -> None:
     if weights == "default":
         if not hasattr(torchvision.models, name):
             raise ValueError(
-                f"build_detector: torchvision publishes no weights of {name}: give a file, such as those of timm's "
-                f"resnext101_32x4d, or 'none'"
+                f"build_detector: torchvision has no weights of {name}: pass a file, such as timm's resnext101_32x4d, or 'none'"
             )
         enum = torchvision.models.get_model_weights(name)
         loaded = Weights(dict(enum["IMAGENET1K_V1"].get_state_dict(progress=False)), Path(weights))
     else:
         loaded = read_weights(Path(weights).expanduser())
-    # frozen layers do not count batches
+    # frozen layers have no such buffer
     state = {key: value for key, value in loaded.state.items() if not key.endswith("num_batches_tracked")}
     outside, body.fc = body.fc, nn.Identity()
     trunk = Trunk(name, body, channels=512, input_size=224)
@@ -237,7 +236,7 @@ def _load(body: ResNet, name: str, weights: str) -> None:
 
 
 def _tiny() -> nn.Sequential:
-    """A few convolutions with the steps of a ResNet."""
+    """A few convolutions with the strides of a ResNet."""
     stages: OrderedDict[str, nn.Module] = OrderedDict(stem=_stage(3, TINY[0]))
     for level, (before, after) in enumerate(zip((TINY[0], *TINY), TINY, strict=False), start=1):
         stages[f"layer{level}"] = _stage(before, after)

@@ -1,7 +1,7 @@
-"""Images with boxes: what readers make, batches show and AP is measured on.
+"""Images with boxes, for readers, batches and evaluation.
 
-Boxes are x1, y1, x2, y2 in pixels, continuous: pixel i spans i to i + 1, so a box's width is x2 - x1. Labels are 1 for the
-first class; 0 is background.
+Boxes are x1, y1, x2, y2 in continuous pixels: pixel i spans i to i + 1, so the width of a box is x2 - x1. Labels start at 1;
+0 is background.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Pixels = NDArray[np.uint8]
 class Scene:
     """One image and its objects."""
 
-    name: str  # of the image's file, or what stands for it
+    name: str  # of the image's file, or of the generated image
     width: int
     height: int
     boxes: Boxes  # [M, 4]
@@ -41,7 +41,7 @@ class Scene:
 
     @property
     def clear(self) -> "Scene":
-        """Without the objects that are called difficult."""
+        """The scene without difficult objects."""
         kept = ~self.difficult
         return replace(self, boxes=self.boxes[kept], labels=self.labels[kept], difficult=self.difficult[kept])
 
@@ -52,10 +52,10 @@ class Scenes:
 
     Attributes:
         name: "voc/test".
-        class_names: of labels 1, 2, ...
+        class_names: names of the labels 1, 2, ...
         scenes: the images.
-        load: pixels [height, width, 3] of the image with a number.
-        notes: what the user should know about it.
+        load: pixels [height, width, 3] of the image with the given number.
+        notes: what to tell the user about the data.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Scenes:
 
     def __post_init__(self) -> None:
         if not self.scenes:
-            raise ValueError(f"Scenes {self.name}: at least one image wanted, got none")
+            raise ValueError(f"Scenes {self.name}: must have at least one image, got none")
         most = len(self.class_names)
         for scene in self.scenes:
             if len(scene.labels) and not 1 <= scene.labels.min() <= scene.labels.max() <= most:
@@ -76,30 +76,30 @@ class Scenes:
         return len(self.scenes)
 
     def image(self, number: int) -> Tensor:
-        """Uint8 [3, height, width]."""
+        """Image as uint8 [3, height, width]."""
         scene, pixels = self.scenes[number], self.load(number)
         if pixels.shape != (scene.height, scene.width, 3):
             got = " x ".join(map(str, pixels.shape[1::-1]))
             raise ValueError(
                 f"{self.name}: {scene.name} is {got} pixels, but its annotation says {scene.width} x {scene.height}"
             )
-        # a copy, because what was loaded may be read-only or somebody else's
+        # a copy, since loaded pixels may be read-only or shared
         return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 
     def select(self, numbers: Sequence[int]) -> "Scenes":
-        """Only the images with these numbers, in this order."""
+        """The images with these numbers, in this order."""
         rows = list(numbers)
         return replace(self, scenes=tuple(self.scenes[i] for i in rows), load=lambda i: self.load(rows[i]))
 
     def counts(self) -> dict[str, int]:
-        """Images, and objects of each class that are not difficult."""
+        """Number of images, and of objects of each class without the difficult ones."""
         labels = np.concatenate([scene.clear.labels for scene in self.scenes])
         per_class = np.bincount(labels, minlength=len(self.class_names) + 1)[1:]
         return {"images": len(self), **dict(zip(self.class_names, per_class.tolist(), strict=True))}
 
 
-def joined(name: str, parts: Sequence[Scenes]) -> Scenes:
-    """Several splits as one, such as VOC 2007 and 2012."""
+def concatenate(name: str, parts: Sequence[Scenes]) -> Scenes:
+    """Concatenate splits, such as VOC 2007 and 2012."""
     if len({part.class_names for part in parts}) != 1:
         raise ValueError(f"{name}: parts must have the same classes, got {[part.class_names for part in parts]}")
     starts = np.cumsum([0, *map(len, parts)])

@@ -1,8 +1,8 @@
-"""Shapes: a detection data set drawn at run time, so that nothing needs to be downloaded.
+"""Shapes: a detection data set generated at run time, without a download.
 
-Circles, rings, squares, triangles and crosses of any size, colour and turn, one in front of another, on a noisy ground with
-specks. Image i of a split is a function of (seed, split, i). An object of which others hide more than half is difficult; one
-image in twenty shows nothing at all.
+Circles, rings, squares, triangles and crosses of random size, colour and rotation, occluding each other, on a noisy background
+with specks. Image i of a split is a function of (seed, split, i). An object that is more than half hidden is difficult; one
+image in twenty is empty.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ EMPTY = 0.05
 MOST_OBJECTS = 7
 SPECKS = 25
 SMALLEST, LARGEST = 0.05, 0.19
-"""Radius of an object, as a part of the image's side."""
+"""Radius of an object, as a fraction of the image's side."""
 
 Mask = NDArray[np.bool_]
 
@@ -35,7 +35,7 @@ def draw_shapes(split: str, count: int, *, size: int = 128, seed: int = 0) -> Sc
     return Scenes(f"shapes/{split}", CLASSES, scenes, lambda number: _drawn(split, number, size, seed)[1])
 
 
-# 200 MB of images of 128 x 128: a data set of usual size is drawn once
+# 200 MB of images of 128 x 128: enough for the default sizes
 @lru_cache(maxsize=4096)
 def _drawn(split: str, number: int, size: int, seed: int) -> tuple[Scene, Pixels]:
     draws = _Draws(seed, split, number)
@@ -50,7 +50,7 @@ def _drawn(split: str, number: int, size: int, seed: int) -> tuple[Scene, Pixels
     labels: list[int] = []
     for label, mask in _objects(draws, rows, columns, size):
         owner[mask] = len(masks)
-        # at least 60 of 255 away from the mean of what it lies on
+        # differs from the mean of what it covers by at least 60 of 255
         away = draws.uniform(60, 130, 3) * np.sign(draws.uniform(-1, 1, 3))
         ground[mask] = ground[mask].mean(axis=0) + away
         masks.append(mask)
@@ -70,7 +70,7 @@ def _drawn(split: str, number: int, size: int, seed: int) -> tuple[Scene, Pixels
 
 
 class _Draws:
-    """Uniform numbers for one image. numpy promises the raw stream for ever, but not what a Generator makes of it."""
+    """Uniform numbers for one image, from numpy's raw stream, which is stable between versions; those of Generator are not."""
 
     def __init__(self, seed: int, split: str, number: int) -> None:
         self._stream = bits(seed, "shapes", split, number)
@@ -84,12 +84,12 @@ class _Draws:
 
 
 def _objects(draws: _Draws, rows: NDArray[np.float64], columns: NDArray[np.float64], size: int) -> Iterator[tuple[int, Mask]]:
-    """Label and mask of each object, the later ones in front."""
+    """Label and mask of each object, from back to front."""
     if draws.one(0, 1) < EMPTY:
         return
     for _ in range(1 + int(draws.one(0, MOST_OBJECTS))):
         label = int(draws.one(0, len(CLASSES)))
-        # of every size as many as of any other, on a scale of octaves
+        # log-uniform
         radius = size * SMALLEST * (LARGEST / SMALLEST) ** draws.one(0, 1)
         turn, x, y = draws.one(0, 2 * np.pi), draws.one(0, size), draws.one(0, size)
         across, down = columns - x, rows - y
@@ -101,7 +101,7 @@ def _objects(draws: _Draws, rows: NDArray[np.float64], columns: NDArray[np.float
 
 
 def _inside(name: str, u: NDArray[np.float64], v: NDArray[np.float64]) -> Mask:
-    """Where a shape of radius 1 is."""
+    """Mask of a shape of radius 1."""
     distance = np.hypot(u, v)
     inside: Mask
     if name == "circle":

@@ -4,9 +4,8 @@
                       Annotations/000001.xml
                       ImageSets/Main/trainval.txt, test.txt
 
-Annotations count pixels from 1 and name the first and the last pixel of a box. Here pixel i spans i to i + 1, so the first
-becomes its near edge, xmin - 1, and the last its far edge, xmax: widths and overlaps are those of the development kit, which
-adds 1 wherever it takes a difference.
+Annotations count pixels from 1 and name the first and the last pixel of a box. Here pixel i spans i to i + 1, so a box
+extends from xmin - 1 to xmax. Widths and overlaps equal those of the development kit, which adds 1 to every difference.
 """
 
 import xml.etree.ElementTree as ET
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from rankgrad._messages import did_you_mean
-from rankgrad.detection.scenes import Pixels, Scene, Scenes, joined
+from rankgrad.detection.scenes import Pixels, Scene, Scenes, concatenate
 
 VOC_CLASSES = (
     "aeroplane",
@@ -41,7 +40,7 @@ VOC_CLASSES = (
     "train",
     "tvmonitor",
 )
-LAYOUT = "a folder with JPEGImages, Annotations and ImageSets/Main, as VOCdevkit/VOC2007 is"
+LAYOUT = "a folder with JPEGImages, Annotations and ImageSets/Main, like VOCdevkit/VOC2007"
 # names that a message lists
 LISTED = 5
 
@@ -64,18 +63,18 @@ def read_voc(
     """The images of a split with their boxes.
 
     Args:
-        root: VOCdevkit, what holds it, or one folder in its layout.
+        root: VOCdevkit, its parent, or one folder in its layout.
         split: name of a list in ImageSets/Main, such as "trainval".
-        years: "2007", "2012" or both, of a VOCdevkit; empty: `root` is one folder in the layout, or holds one.
-        class_names: what labels 1, 2, ... mean; by default the 20 classes of VOC for given years, else the names that occur in
-            any annotation, sorted.
-        skip_bad: leave out objects that have no area or lie outside of their image, with a note, and not stop at the first.
+        years: "2007", "2012" or both, of a VOCdevkit; empty: `root` is one folder in the layout, or contains one.
+        class_names: names of the labels 1, 2, ...; by default the 20 classes of VOC if years are given, else all names in the
+            annotations, sorted.
+        skip_bad: skip objects that have no area or lie outside of their image, with a note, instead of stopping.
 
-    A box that sticks out of its image is cut at the edge. An image without objects stays: it is all background.
+    Boxes are clipped to their image. Images without objects are kept: they are all background.
     """
     root = Path(root)
     if not root.is_dir():
-        raise FileNotFoundError(f"voc: {root} is not a folder; wanted is {LAYOUT}")
+        raise FileNotFoundError(f"voc: {root} is not a folder; expected {LAYOUT}")
     if years:
         folders = [_folder_of_year(root, year) for year in years]
         names = tuple(class_names or VOC_CLASSES)
@@ -83,11 +82,11 @@ def read_voc(
         folders = [_folder(root)]
         names = tuple(class_names or _names_in(folders[0]))
     parts = [_read(folder, split, names, skip_bad=skip_bad) for folder in folders]
-    return parts[0] if len(parts) == 1 else joined(f"voc/{split}", parts)
+    return parts[0] if len(parts) == 1 else concatenate(f"voc/{split}", parts)
 
 
 def lists_in(root: Path | str) -> list[str]:
-    """The names of the splits that a folder in the layout has."""
+    """Names of the splits in a folder of this layout."""
     folder = _folder(Path(root)) / "ImageSets" / "Main"
     return sorted(path.stem for path in folder.glob("*.txt"))
 
@@ -97,7 +96,7 @@ def _folder_of_year(root: Path, year: str) -> Path:
     for place in places:
         if (place / "Annotations").is_dir() and (place != root or root.name == f"VOC{year}"):
             return place
-    raise FileNotFoundError(f"voc: VOC{year}/Annotations is missing in {root} and in {root / 'VOCdevkit'}; wanted is {LAYOUT}")
+    raise FileNotFoundError(f"voc: VOC{year}/Annotations is missing in {root} and in {root / 'VOCdevkit'}; expected {LAYOUT}")
 
 
 def _folder(root: Path) -> Path:
@@ -105,7 +104,7 @@ def _folder(root: Path) -> Path:
         return root
     below = sorted(path.parent for path in root.glob("*/Annotations") if path.is_dir())
     if not below:
-        raise FileNotFoundError(f"voc: Annotations is missing in {root} and in the folders below it; wanted is {LAYOUT}")
+        raise FileNotFoundError(f"voc: Annotations is missing in {root} and in the folders below it; expected {LAYOUT}")
     if len(below) > 1:
         raise ValueError(f"voc: several folders in {root} have annotations ({', '.join(p.name for p in below)}): name one")
     return below[0]
@@ -114,7 +113,7 @@ def _folder(root: Path) -> Path:
 def _names_in(folder: Path) -> tuple[str, ...]:
     names = {found.name for path in sorted((folder / "Annotations").glob("*.xml")) for found in _objects(path, _parsed(path))}
     if not names:
-        raise ValueError(f"voc: {folder / 'Annotations'} holds no annotation with an object")
+        raise ValueError(f"voc: no annotation in {folder / 'Annotations'} has an object")
     return tuple(sorted(names))
 
 
@@ -128,11 +127,13 @@ def _read(folder: Path, split: str, class_names: tuple[str, ...], *, skip_bad: b
     never = [name for label, name in enumerate(class_names, start=1) if label not in present]
     if never:
         notes.add(f"no object of {', '.join(never)} in {split}", "")
-    return Scenes(f"{folder.name}/{split}", class_names, tuple(scenes), lambda number: _pixels(files[number]), notes.told())
+    return Scenes(
+        f"{folder.name}/{split}", class_names, tuple(scenes), lambda number: _pixels(files[number]), notes.sentences()
+    )
 
 
 class _Notes:
-    """What was found, with the first files it was found in."""
+    """Findings, each with the first files that have it."""
 
     def __init__(self) -> None:
         self._files: dict[str, list[str]] = {}
@@ -140,7 +141,7 @@ class _Notes:
     def add(self, what: str, file: str) -> None:
         self._files.setdefault(what, []).append(file)
 
-    def told(self) -> tuple[str, ...]:
+    def sentences(self) -> tuple[str, ...]:
         return tuple(self._sentence(what, files) for what, files in self._files.items())
 
     def _sentence(self, what: str, files: list[str]) -> str:
@@ -154,7 +155,7 @@ def _listed(folder: Path, split: str) -> list[str]:
     path = folder / "ImageSets" / "Main" / f"{split}.txt"
     if not path.is_file():
         known = sorted(other.stem for other in path.parent.glob("*.txt"))
-        there = f"; there is {', '.join(known[:8])}" if known else f"; wanted is {LAYOUT}"
+        there = f"; there is {', '.join(known[:8])}" if known else f"; expected {LAYOUT}"
         raise FileNotFoundError(f"voc: the list {path} is missing{there}")
     # the lists of a class have a second column
     stems = [line.split()[0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -196,14 +197,13 @@ def _scene(path: Path, image: Path, class_names: tuple[str, ...], notes: _Notes,
             problem = f"lies outside of its {width} x {height} pixels ({shown})"
         if problem and not skip_bad:
             raise ValueError(
-                f"voc: {path}: the box of a {each.name} {problem}; correct the file, or leave such objects out with "
-                "`skip_bad=True`"
+                f"voc: {path}: the box of a {each.name} {problem}: correct the file, or skip such objects with `skip_bad=True`"
             )
         if problem:
-            notes.add("objects left out that have no area or lie outside of their image", path.name)
+            notes.add("objects skipped that have no area or lie outside of their image", path.name)
             continue
         if x1 < 1 or y1 < 1 or x2 > width or y2 > height:
-            notes.add("boxes cut at the edge of their image", path.name)
+            notes.add("boxes clipped to their image", path.name)
         boxes.append((max(x1 - 1, 0), max(y1 - 1, 0), min(x2, width), min(y2, height)))
         labels.append(class_names.index(each.name) + 1)
         difficult.append(each.difficult)
@@ -244,7 +244,7 @@ def _objects(path: Path, tree: ET.Element) -> Iterator[_Object]:
 
 
 def _size(tree: ET.Element, path: Path, image: Path) -> tuple[int, int]:
-    """As annotated; some tools write 0 or nothing, and then the image tells."""
+    """As annotated, or that of the image: some tools write 0 or nothing."""
     told = [(tree.findtext(f"size/{side}") or "0").strip() for side in ("width", "height")]
     if not all(side.isdigit() for side in told):
         raise ValueError(f"voc: {path}: width and height must be whole numbers, got {' and '.join(told)}")
@@ -262,5 +262,5 @@ def _pixels(path: Path) -> Pixels:
         with Image.open(path) as image:
             return np.asarray(image.convert("RGB"))
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        reason = "it is no image" if isinstance(error, UnidentifiedImageError) else str(error)
+        reason = "it is not an image" if isinstance(error, UnidentifiedImageError) else str(error)
         raise ValueError(f"voc: the image {path} cannot be read: {reason}") from error

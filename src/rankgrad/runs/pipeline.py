@@ -370,7 +370,8 @@ class _Tester:
 
 
 def _name_of(data: Path | None) -> str:
-    return "data" if data is None else data.stem
+    # file systems allow 255 bytes in all
+    return "data" if data is None else data.stem.encode()[:60].decode(errors="ignore")
 
 
 def _print_results(

@@ -1,8 +1,8 @@
-"""What a step will cost on this machine, measured before a run: time and memory by stage, and the chunk size to take.
+"""The cost of a training step on this machine: time and memory of its stages, and the chunk size to use.
 
     print(measure_step(model, loss, make_batch, settings, device="cuda", steps_per_epoch=14))
 
-Chunks are measured from small to large until memory or patience ends; a larger one is judged by its neighbour.
+Chunks are measured from small to large until memory or time runs out; larger ones are extrapolated.
 """
 
 import time
@@ -28,15 +28,15 @@ from rankgrad.train.train_step import make_optimizer
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """A chunk size, the seconds of its passes and the bytes they need at their peak.
+    """Time and peak memory of a chunk size.
 
     Attributes:
-        chunk_size: images that go through the model at once.
+        chunk_size: images per forward pass.
         batch_size: images of the batch.
-        forward: seconds of a pass without a graph.
-        forward_backward: seconds of a pass with a graph and of its backward.
-        memory: bytes of the latter.
-        measured: False if this was scaled up from a smaller chunk.
+        forward: seconds of a forward pass without a graph.
+        forward_backward: seconds of a forward pass with a graph and its backward pass.
+        memory: peak bytes of the latter.
+        measured: False if extrapolated from a smaller chunk.
     """
 
     chunk_size: int
@@ -52,12 +52,12 @@ class ChunkCost:
 
     @property
     def without_graph(self) -> float:
-        """Seconds of the first passes of a step, which a single chunk does without."""
+        """Seconds of all passes without a graph, which a single chunk does not need."""
         return self.forward * self.chunks if self.chunks > 1 else 0.0
 
     @property
     def with_graph(self) -> float:
-        """Seconds of the passes with a graph."""
+        """Seconds of all passes with a graph."""
         return self.forward_backward * self.chunks
 
     def scaled_to(self, size: int) -> "ChunkCost":
@@ -83,15 +83,15 @@ class StepCost:
     Attributes:
         batch_size: images in a batch.
         device: where it was measured.
-        available: bytes that may be used, None where the system does not tell.
-        load: seconds to make a batch.
+        available: usable bytes, None if unknown.
+        load: seconds to load a batch.
         loss: seconds of the loss and its gradient with respect to the embeddings.
-        loss_memory: bytes of that.
-        optimizer: seconds of the optimizer's step.
+        loss_memory: bytes of the loss.
+        optimizer: seconds of the optimizer step.
         optimizer_memory: bytes of gradients and optimizer state.
         tried: chunk sizes, ascending.
-        chosen: the one to take.
-        steps_per_epoch: for the time of an epoch, 0 if unknown.
+        chosen: the one to use.
+        steps_per_epoch: 0 if unknown.
     """
 
     batch_size: int
@@ -112,11 +112,11 @@ class StepCost:
 
     @property
     def step_seconds(self) -> float:
-        """Of one step with the chosen chunk; a batch is made while the previous one trains."""
+        """Seconds of a step with the chosen chunk; the next batch is loaded meanwhile."""
         return max(self.load, self.compute_seconds(self.chosen))
 
     def compute_seconds(self, cost: ChunkCost) -> float:
-        """Of one step with chunks of this cost, none kept, all but making the batch."""
+        """Seconds of a step with such chunks, without loading; no activations are kept."""
         return cost.without_graph + cost.with_graph + self.loss + self.optimizer
 
     def __str__(self) -> str:
@@ -170,19 +170,19 @@ def measure_step(
     warm_up: int = 1,
     jitter: bool = True,
 ) -> StepCost:
-    """Measures the stages of a step and chooses a chunk size; but for gradients, which are dropped, nothing is left changed.
+    """Measure the stages of a step and choose a chunk size. Model and loss are left as they were, without gradients.
 
     Args:
-        model: from images to embeddings.
-        loss: from embeddings and labels to one value.
-        make_batch: makes images and labels as in training.
+        model: maps images to embeddings.
+        loss: maps embeddings and labels to a scalar.
+        make_batch: returns images and labels as in training.
         settings: precision, optimizer and so on.
         device: where to measure.
-        param_groups: parameter param_groups, by default all parameters.
-        steps_per_epoch: for the time of an epoch.
-        patience: seconds that measuring may take, roughly; what would take longer is estimated.
+        param_groups: parameter groups, by default all parameters in one.
+        steps_per_epoch: for the time of an epoch; 0 leaves it out.
+        patience: approximate limit of the measurement in seconds; what would take longer is estimated.
         warm_up: calls of the loss before it is measured.
-        jitter: perturb the outputs of the model that stand for those of a whole batch, so that no two are equal.
+        jitter: perturb the outputs that stand for those of a whole batch, so that no two are equal.
     """
     check_positive(patience, name="patience", caller="measure_step")
     device = torch.device(device)
@@ -197,7 +197,7 @@ def measure_step(
     large = LargeBatch(model, loss, 0, autocast=AUTOCAST[settings.precision])
     meter = _StepMeter(large, images, device)
     try:
-        # live batch norm leaves no choice: the batch is one chunk
+        # live batch norm needs the whole batch in one chunk
         sizes = [meter.items] if live_batch_norms(model) else _sizes(meter.items)
         tried = tuple(_costs(meter, sizes, patience, available_bytes(device)))
         loss_seconds, loss_memory = meter.loss(meter.embeddings(jitter=jitter), labels.to(device), warm_up)
