@@ -19,7 +19,7 @@ from torch import nn
 import rankgrad
 from rankgrad import cli
 from rankgrad.cli import demo, train_commands
-from rankgrad.data.glyphs import Glyphs
+from rankgrad.data.table import Table
 
 
 def test_version(capsys):
@@ -254,6 +254,8 @@ def test_the_help_of_a_recipe_shows_its_own_settings(capsys):
 
 def test_demo_in_miniature(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("RANKGRAD_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
     assert cli.main(["demo", "--steps", "4", "--classes", "30"]) == 0
     captured = capsys.readouterr()
     rows = re.findall(r"^(\w+) +([\d.]+) +([\d.]+) +([\d.]+)", captured.out, flags=re.MULTILINE)
@@ -269,18 +271,19 @@ def test_demo_in_miniature(capsys, monkeypatch, tmp_path):
     assert all(quality[2] > before[2] for quality in after)
     assert len(set(after)) == len(after)
     assert "RecallAtKLoss: 4 steps" in captured.out
+    assert "report: runs/demo-2/report.html" in captured.out
+    assert "RamboRecallLoss" in (tmp_path / "runs" / "demo-2" / "report.html").read_text(encoding="utf-8")
 
 
-def fake_glyphs(images: np.ndarray, labels: list[int]) -> Glyphs:
-    names = tuple(str(label) for label in range(max(labels) + 1))
-    return Glyphs(images, np.array(labels), np.zeros(len(labels), np.int64), names, ("all",))
+def fake_glyphs(images: np.ndarray, labels: list[int]) -> Table:
+    return Table("glyphs/test", Path(), tuple(map(str, range(len(labels)))), np.array(labels), pixels=images)
 
 
 def test_demo_evaluation_equals_the_definition(monkeypatch):
     monkeypatch.setattr(demo, "CHUNK", 7)
     rng = np.random.default_rng(0)
     data = fake_glyphs(rng.integers(0, 255, (40, 4, 4), dtype=np.uint8), rng.permutation(np.repeat(range(10), 4)).tolist())
-    embeddings = torch.nn.functional.normalize(demo.as_input(data.images).flatten(1)).double()
+    embeddings = torch.nn.functional.normalize(demo.as_input(data, slice(None)).flatten(1)).double()
     first, tenth, precision = [], [], []
     for q in range(40):
         order = [i for i in (-embeddings @ embeddings[q]).argsort().tolist() if i != q]
@@ -288,7 +291,7 @@ def test_demo_evaluation_equals_the_definition(monkeypatch):
         first.append(hits[0])
         tenth.append(any(hits[:10]))
         precision.append(np.mean([np.mean(hits[: k + 1]) for k, hit in enumerate(hits) if hit]))
-    result = demo.evaluate(nn.Flatten(), data)
+    result = demo.evaluate(nn.Flatten(), data).metrics
     assert [result[metric] for metric in demo.METRICS] == pytest.approx(
         [np.mean(values) for values in (first, tenth, precision)]
     )
@@ -296,7 +299,7 @@ def test_demo_evaluation_equals_the_definition(monkeypatch):
 
 def test_demo_evaluation_gives_nothing_for_ties_or_nan():
     data = fake_glyphs(np.full((40, 4, 4), 9, np.uint8), np.repeat(range(10), 4).tolist())
-    assert demo.evaluate(nn.Flatten(), data)["R@10"] == 0
+    assert demo.evaluate(nn.Flatten(), data).metrics["R@10"] == 0
     with pytest.raises(ValueError, match="must be finite"):
         demo.evaluate(nn.Sequential(nn.Flatten(), nn.Threshold(1, float("nan"))), data)
 

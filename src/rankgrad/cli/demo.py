@@ -1,29 +1,30 @@
 """Train a small network on the built-in glyphs, once with each of several losses and from the same initial weights.
 
 Training and test characters are disjoint: the table shows how well the network tells apart characters that it never saw.
+The report that follows shows what the queries retrieve, in pictures.
 """
 
 import argparse
 import copy
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rankgrad as rg
 from rankgrad._messages import format_duration, plural, table
-from rankgrad.data.glyphs import Glyphs, load_glyphs
+from rankgrad.cli.show_commands import report
+from rankgrad.data.readers import read
 from rankgrad.data.samplers import ClassBalanced
 from rankgrad.data.seeds import generator
-from rankgrad.eval import Result
+from rankgrad.data.table import Table
+from rankgrad.runs.retrieval_evaluation import NEIGHBOURS, RetrievalEvaluation
 from rankgrad.train.loop import fit
+from rankgrad.train.processes import ALONE
 from rankgrad.train.settings import TrainSettings
 
 CLASSES_PER_BATCH, PER_CLASS = 96, 4
@@ -37,10 +38,10 @@ CHUNK = 512
 class GlyphBatches:
     """Class-balanced, augmented batches for `fit`; what step s of epoch e holds is a function of (seed, e, s)."""
 
-    def __init__(self, glyphs: Glyphs, seed: int) -> None:
-        classes = min(CLASSES_PER_BATCH, len(glyphs.class_names))
-        self.sampler = ClassBalanced(glyphs.labels, classes * PER_CLASS, PER_CLASS, seed=seed)
-        self.glyphs, self.seed = glyphs, seed
+    def __init__(self, table: Table, seed: int) -> None:
+        classes = min(CLASSES_PER_BATCH, table.num_classes)
+        self.sampler = ClassBalanced(table.labels, classes * PER_CLASS, PER_CLASS, seed=seed)
+        self.table, self.seed = table, seed
 
     def set_epoch(self, epoch: int) -> None:
         self.sampler.set_epoch(epoch)
@@ -51,9 +52,8 @@ class GlyphBatches:
     def iterate(self, start: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         for step, batch in enumerate(self.sampler):
             if step >= start:
-                images = as_input(self.glyphs.images[batch])
-                images = augment(images, generator(self.seed, "augment", self.sampler.epoch, step))
-                yield step, torch.tensor(batch), images, torch.from_numpy(self.glyphs.labels[batch])
+                images = augment(as_input(self.table, batch), generator(self.seed, "augment", self.sampler.epoch, step))
+                yield step, torch.tensor(batch), images, torch.from_numpy(self.table.labels[batch])
 
 
 def small_embedder() -> nn.Module:
@@ -74,20 +74,23 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     return F.grid_sample(images, grid, align_corners=False)
 
 
-def as_input(images: NDArray[np.uint8]) -> Tensor:
-    """[N, H, W] bytes -> [N, 1, H, W] floats in [0, 1]."""
-    return torch.from_numpy(images).unsqueeze(1) / 255
+def as_input(table: Table, rows: list[int] | slice) -> Tensor:
+    """Images of the table as [N, 1, H, W] floats in [0, 1]."""
+    assert table.pixels is not None, "glyphs are drawn, not read from files"
+    return torch.from_numpy(table.pixels[rows]).unsqueeze(1) / 255
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, glyphs: Glyphs) -> Result:
+def evaluate(model: nn.Module, table: Table) -> RetrievalEvaluation:
     """Every image in turn is the query against all others."""
-    parts = [model(as_input(images)) for images in np.split(glyphs.images, range(CHUNK, len(glyphs.images), CHUNK))]
-    return rg.evaluate(torch.cat(parts), torch.from_numpy(glyphs.labels), ks=(1, 10))
+    chunks = [slice(start, start + CHUNK) for start in range(0, len(table), CHUNK)]
+    embeddings = torch.cat([model.eval()(as_input(table, chunk)) for chunk in chunks]).numpy()
+    result = rg.evaluate(embeddings, table.labels, categories=table.categories, ks=(1, 10), neighbours=NEIGHBOURS)
+    return RetrievalEvaluation("test", table, embeddings, result, result.protocol.name, ALONE)
 
 
-def train(model: nn.Module, loss: nn.Module, data: GlyphBatches, test_set: Glyphs, folder: Path, steps: int) -> Result:
-    """Train `model` in place and evaluate it."""
+def train(model: nn.Module, loss: nn.Module, batches: GlyphBatches, folder: Path, steps: int) -> None:
+    """Train `model` in place."""
     settings = TrainSettings(
         steps=steps,
         optimizer="adamw",
@@ -97,59 +100,55 @@ def train(model: nn.Module, loss: nn.Module, data: GlyphBatches, test_set: Glyph
         warmup_steps=round(0.3 * steps),
         channels_last=False,
         checkpoint_every=steps,
-        log_every=max(1, steps // 10),
-        seed=data.seed,
+        log_every=max(1, steps // 20),
+        seed=batches.seed,
     )
-    fit(model, loss, data, settings, folder)
-    return evaluate(model.eval(), test_set)
+    fit(model, loss, batches, settings, folder)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train once per loss and print one table."""
+    """Train once per loss, print one table and write one report."""
     parser = argparse.ArgumentParser(prog="rankgrad demo", description=__doc__)
     parser.add_argument("--steps", type=int, default=300, help="training steps per loss (default: %(default)s)")
     parser.add_argument("--classes", type=int, help="use only this many classes of each split, for a quick look")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and augmentation (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="folder for runs and report (default: runs/demo, or the next that is free)")
     options = parser.parse_args(arguments)
     for name, least in (("steps", 1), ("classes", 2), ("seed", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
             parser.error(f"--{name} must be at least {least}, got {value}")
+    out: Path = options.out or next_free(Path("runs", "demo"))
+    if out.exists():
+        parser.error(f"{out} already exists: choose another folder with --out")
 
-    train_set, test_set = (first_classes(load_glyphs(split, seed=options.seed), options.classes) for split in ("train", "test"))
+    train_set, test_set = (read("glyphs", None).splits[split].subset(options.classes or 0) for split in ("train", "test"))
     print(f"glyphs: {describe(train_set)} to train on, {describe(test_set)} to test on, no character in both", flush=True)
     torch.manual_seed(options.seed)
     untrained = small_embedder()
-    rows = [row("untrained", evaluate(untrained, test_set))]
-    with tempfile.TemporaryDirectory(prefix="rankgrad-demo-") as folder:
-        for loss in (rg.RecallAtKLoss(), rg.SmoothAPLoss(), rg.FastAPLoss(), rg.RamboRecallLoss()):
-            name, model, start = type(loss).__name__, copy.deepcopy(untrained), time.perf_counter()
+    folders, rows = list[Path](), list[list[str]]()
+    for loss in (None, rg.RecallAtKLoss(), rg.SmoothAPLoss(), rg.FastAPLoss(), rg.RamboRecallLoss()):
+        name, model, start = "untrained" if loss is None else type(loss).__name__, copy.deepcopy(untrained), time.perf_counter()
+        folder = out / name
+        if loss is not None:
             print(f"{name}: {plural(options.steps, 'step')}", flush=True)
-            result = train(model, loss, GlyphBatches(train_set, options.seed), test_set, Path(folder, name), options.steps)
-            rows.append(row(name, result, format_duration(time.perf_counter() - start)))
-    print(f"\n{table(['test characters', *METRICS, 'time'], rows)}")
-    return 0
+            train(model, loss, GlyphBatches(train_set, options.seed), folder, options.steps)
+        found = evaluate(model, test_set)
+        (folder / "eval" / "test").mkdir(parents=True)
+        found.write(folder / "eval" / "test", {})
+        folders.append(folder)
+        duration = "" if loss is None else format_duration(time.perf_counter() - start)
+        rows.append([name, *(f"{100 * found.metrics[metric]:.1f}" for metric in METRICS), duration])
+    print(f"\n{table(['test characters', *METRICS, 'time'], rows, align='lrrrr')}\n\nreport: ", end="", flush=True)
+    return report([*map(str, folders), "--out", str(out / "report.html")])
 
 
-def row(name: str, result: Result, duration: str = "") -> list[str]:
-    """A line of the table, in percent."""
-    return [name, *(f"{100 * result[metric]:.1f}" for metric in METRICS), duration]
+def next_free(folder: Path) -> Path:
+    """The folder, or the first of folder-2, folder-3 ... that does not exist."""
+    names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
+    return next(name for name in names if not name.exists())
 
 
-def first_classes(glyphs: Glyphs, classes: int | None) -> Glyphs:
-    """The part of `glyphs` with its first `classes` classes."""
-    if classes is None:
-        return glyphs
-    kept = glyphs.labels < classes
-    return replace(
-        glyphs,
-        images=glyphs.images[kept],
-        labels=glyphs.labels[kept],
-        categories=glyphs.categories[kept],
-        class_names=glyphs.class_names[:classes],
-    )
-
-
-def describe(glyphs: Glyphs) -> str:
-    """`1,300 characters (10,400 drawings)`."""
-    return f"{plural(len(glyphs.class_names), 'character')} ({plural(len(glyphs.images), 'drawing')})"
+def describe(table: Table) -> str:
+    """`1,304 characters (10,432 drawings)`."""
+    return f"{plural(table.num_classes, 'character')} ({plural(len(table), 'drawing')})"
