@@ -1,6 +1,8 @@
 """`rankgrad report` as it is called, also on a run that the library trained itself, and in a browser."""
 
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -52,6 +54,21 @@ def test_wrong_arguments_are_answered_in_a_sentence(run, tmp_path, monkeypatch, 
     with pytest.raises(error, match=complaint.replace("(", r"\(")):
         report(arguments)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_the_page_follows_the_umask_and_leftovers_of_a_killed_report_go(run, tmp_path):
+    code = "import os, sys; from rankgrad import cli; os.fsync = lambda _: os.kill(os.getpid(), 9); cli.main(sys.argv[1:])"
+    out = tmp_path / "page.html"
+    killed = subprocess.run([sys.executable, "-c", code, "report", str(run), "--no-pictures", "--out", str(out)], check=False)
+    assert killed.returncode == -9
+    assert [path.name.startswith(".writing-") for path in tmp_path.iterdir()] == [True]
+    before = os.umask(0o027)
+    try:
+        assert report([str(run), "--no-pictures", "--out", str(out)]) == 0
+    finally:
+        os.umask(before)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert out.stat().st_mode & 0o777 == 0o640
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders():

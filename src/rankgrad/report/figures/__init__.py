@@ -12,7 +12,7 @@ COMPONENTS = 64
 
 @lru_cache(maxsize=1)
 def glyph_components() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Embeddings [N, COMPONENTS] and labels of the training and of the test characters; the axes are those of the first."""
+    """Embeddings [N, COMPONENTS] and labels of the training and test characters; the axes are those of the former."""
     train, test = load_glyphs("train"), load_glyphs("test")
     pixels = [torch.from_numpy(glyphs.images).flatten(1).float() / 255 for glyphs in (train, test)]
     centre = pixels[0].mean(dim=0)

@@ -1,4 +1,4 @@
-"""RaMBO's figure 2: the mean Average Precision of a mini-batch flatters the model."""
+"""RaMBO's figure 2: the mean Average Precision inside a mini-batch is too high."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ import rankgrad as rg
 from rankgrad.report.figures import glyph_components
 from rankgrad.report.figures.style import BODY, LEFT, Theme, annotate, log_axis, new_figure, style_axes
 
-# where the papers stand on this axis
+# batch sizes of the papers
 PAPERS = {128: "RaMBO's batch", 256: "FastAP's batch", 4096: "RS@k's batch"}
 
 
@@ -32,18 +32,18 @@ class BatchBias:
 
 
 def mean_average_precision(embeddings: Tensor, labels: Tensor) -> float:
-    """Every item in turn the query against all others."""
+    """MAP with every item as a query against all others."""
     return 1 - float(rg.RankLoss(rg.Exact(), rg.AveragePrecision())(embeddings, labels))
 
 
 def compute(*, sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096), batches: int = 40) -> BatchBias:
-    """The test drawings of the glyphs, embedded once."""
+    """Compute on the test glyphs, embedded once."""
     _, (embeddings, labels) = glyph_components()
     return estimate(embeddings, labels, sizes=sizes, batches=batches)
 
 
 def estimate(embeddings: Tensor, labels: Tensor, *, sizes: tuple[int, ...], batches: int, seed: int = 0) -> BatchBias:
-    """Batches hold whole classes, so that a query has the same relevant items in every one and only the others differ."""
+    """Measure batches of whole classes, in which a query always has the same relevant items and only the others differ."""
     rng = np.random.default_rng(seed)
     members = labels.argsort(stable=True).view(int(labels.max()) + 1, -1)  # equally many of every class
     per_class = members.shape[1]
@@ -64,7 +64,7 @@ def estimate(embeddings: Tensor, labels: Tensor, *, sizes: tuple[int, ...], batc
 
 
 def draw(numbers: BatchBias, theme: Theme) -> Figure:
-    """One curve that comes down to one line."""
+    """Draw the mAP in batches over their size."""
     with mpl.rc_context(theme.settings):
         size, seen = int(numbers.sizes[0]), float(numbers.mean[0])
         figure = new_figure(
@@ -79,7 +79,7 @@ def draw(numbers: BatchBias, theme: Theme) -> Figure:
         log_axis(axes, sizes.tolist())
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_xlim(0.8 * sizes[0], sizes[-1])
-        axes.set_ylim(0, 1.08)  # room for the label of a batch that scores nearly all
+        axes.set_ylim(0, 1.08)  # room for labels near 100%
         axes.axhline(numbers.full, color=theme.ink, linewidth=2.2)
         axes.fill_between(sizes, mean - spread, mean + spread, color=theme.relevant, alpha=0.2, linewidth=0)
         axes.plot(sizes, mean, color=theme.relevant, marker="o", markersize=10, markeredgecolor=theme.background, clip_on=False)
@@ -98,7 +98,7 @@ def draw(numbers: BatchBias, theme: Theme) -> Figure:
 
 
 def caption(numbers: BatchBias) -> str:
-    """What is seen and how it came about."""
+    """What the figure shows and how it was computed."""
     return (
         f"Exact mean Average Precision of one fixed set of embeddings (64 principal components of the {numbers.items:,} "
         f"test drawings of the built-in glyphs, {numbers.per_class} of each character), measured inside {numbers.batches} "

@@ -1,4 +1,4 @@
-"""FastAP's figure 4: few bins approximate Average Precision badly, many leave little to learn from."""
+"""FastAP's figure 4: few bins approximate Average Precision badly, many give few scores a gradient."""
 
 import time
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ CLASSES_PER_BATCH, PER_CLASS = 64, 4
 DIMENSIONS = 32
 LEARNING_RATE = 0.02
 UNNAMED = (50, 200)
-"""Numbers of bins without room for their name under the axis."""
+"""Numbers of bins without a label on the axis."""
 
 
 @dataclass(frozen=True)
 class Bins:
-    """What the number of bins does to the loss, to its gradient and to what is learnt."""
+    """Effect of the number of bins on the loss, its gradient and the trained model."""
 
     bins: tuple[int, ...]
     error: NDArray[np.float64]  # [bins, batches] |FastAP - exact AP|, mean over the queries of a batch
-    reached: NDArray[np.float64]  # [bins, batches] share of the scores that get a gradient
+    reached: NDArray[np.float64]  # [bins, batches] fraction of the scores that get a gradient
     recall_at_1: NDArray[np.float64]  # [bins, seeds] of characters never seen
     mean_average_precision: NDArray[np.float64]  # [bins, seeds]
     untrained_recall_at_1: float  # of the components themselves
@@ -39,7 +39,7 @@ class Bins:
 
 
 def approximation(embeddings: Tensor, labels: Tensor, bins: int) -> tuple[float, float]:
-    """How far FastAP is from exact AP on a batch, and the share of its scores that get a gradient."""
+    """Error of FastAP against exact AP on a batch, and the fraction of its scores that get a gradient."""
     unit = torch.nn.functional.normalize(embeddings)
     scores = (unit @ unit.t()).requires_grad_()
     others = ~torch.eye(len(labels), dtype=torch.bool)
@@ -76,7 +76,7 @@ def train(embeddings: Tensor, labels: Tensor, *, bins: int, steps: int, seed: in
 
 
 def quality(embeddings: Tensor, labels: Tensor) -> tuple[float, float]:
-    """R@1 and mean Average Precision, every item in turn the query against all others."""
+    """R@1 and mAP with every item as a query against all others."""
 
     def first_is_irrelevant(ranks: rg.Ranks) -> Tensor:
         return 1 - ((ranks.rank == 1) & (ranks.mass > 0)).any(dim=1).to(ranks.rank)
@@ -93,7 +93,7 @@ def compute(
     seeds: int = 3,
     test_classes: int = 400,
 ) -> Bins:
-    """Trained on the characters of one split of the glyphs, measured on some of the other's."""
+    """Train on one split of the glyphs, evaluate on some classes of the other."""
     (seen, seen_labels), (unseen, unseen_labels) = glyph_components()
     rng = np.random.default_rng(0)
     kept = torch.isin(unseen_labels, torch.from_numpy(rng.choice(int(unseen_labels[-1]) + 1, test_classes, replace=False)))
@@ -123,7 +123,7 @@ def compute(
 
 
 def draw(numbers: Bins, theme: Theme) -> Figure:
-    """The two sides of the trade-off, and what comes out of it."""
+    """Draw error, gradient and retrieval over the number of bins."""
     with mpl.rc_context(theme.settings):
         best = numbers.bins[int(numbers.recall_at_1.mean(axis=1).argmax())]
         figure = new_figure(
@@ -161,7 +161,7 @@ def _curve(axes: Axes, bins: tuple[int, ...], values: NDArray[np.float64], colou
 
 
 def caption(numbers: Bins) -> str:
-    """What is seen and how it came about."""
+    """What the figure shows and how it was computed."""
     recall, times = numbers.recall_at_1.mean(axis=1), numbers.milliseconds
     best = int(recall.argmax())
     few, many = numbers.bins[0], numbers.bins[-1]

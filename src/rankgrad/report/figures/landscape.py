@@ -1,4 +1,4 @@
-"""RaMBO's figure 1: a loss of ranks is a staircase, and what blackbox differentiation makes of it.
+"""RaMBO's figure 1: a loss of ranks is piecewise constant; blackbox differentiation interpolates it.
 
 The blackbox gradient is the gradient of a continuous, piecewise affine function f of the scores y that lies on or under the
 exact loss (Vlastelica et al., 2020). With a loss L that is linear in the ranks, slope c,
@@ -26,25 +26,25 @@ from rankgrad.report.figures.style import LEFT, PANEL, SIZE, SMALL, Theme, name_
 
 ITEMS, RELEVANT = 8, 3
 REACH = 1.5
-"""How far the section goes from its middle, in standard deviations of the scores."""
+"""Half the side of the section, in standard deviations of the scores."""
 
 
 @dataclass(frozen=True)
 class Landscape:
-    """Heights over a square section of score space, along the line across its middle, and the way down."""
+    """Losses over a square section of score space and along the line through its middle, and directions of descent."""
 
     lambdas: tuple[float, ...]  # as in `Blackbox`: on ranks divided by the length of the list
     side: NDArray[np.float64]  # [G] how far scores move along either direction
     exact: NDArray[np.float64]  # [G, G] mean rank of the relevant items
     interpolated: NDArray[np.float64]  # [lambdas, G, G]
-    exact_on_line: NDArray[np.float64]  # [G] where the second direction is left alone
+    exact_on_line: NDArray[np.float64]  # [G] where the second direction is 0
     interpolated_on_line: NDArray[np.float64]  # [lambdas, G]
     roots: NDArray[np.float64]  # [A] where arrows begin, along either direction
     descent: NDArray[np.float64]  # [lambdas, A, A, 2] minus the blackbox gradient by the two directions
 
 
 def mean_rank(ranks: rg.Ranks) -> Tensor:
-    """The loss of this picture: linear in the ranks."""
+    """The loss of this figure: linear in the ranks."""
     return ranks.mean(ranks.rank)
 
 
@@ -64,7 +64,7 @@ def interpolation(scores: Tensor, relevance: Tensor, lam: float) -> Tensor:
 
 
 def compute(*, lambdas: tuple[float, ...] = (0.05, 0.2, 0.8), grid: int = 161, arrows: int = 9, seed: int = 4) -> Landscape:
-    """A section through random scores along two random directions."""
+    """Compute a section through random scores along two random directions."""
     generator = torch.Generator().manual_seed(seed)
     start, *directions = torch.randn(3, ITEMS, generator=generator, dtype=torch.float64)
     plane = torch.stack(directions)  # [2, ITEMS]
@@ -73,7 +73,7 @@ def compute(*, lambdas: tuple[float, ...] = (0.05, 0.2, 0.8), grid: int = 161, a
         scores = start + places @ plane
         return scores, (torch.arange(ITEMS) < RELEVANT).expand_as(scores)
 
-    # the middles of cells, so that no arrow stands on the rim
+    # centres of cells, so that no arrow starts at the edge
     side, roots = _middles(grid), _middles(arrows)
     square, line = at(torch.cartesian_prod(side, side)), at(torch.stack((side, torch.zeros_like(side)), dim=1))
     rooted = at(torch.cartesian_prod(roots, roots))
@@ -97,7 +97,7 @@ def _middles(count: int) -> Tensor:
 
 
 def draw(numbers: Landscape, theme: Theme) -> Figure:
-    """Heights side by side with the way down, and the section through all of them underneath."""
+    """Draw the losses side by side with arrows of descent, and the section below."""
     with mpl.rc_context(theme.settings):
         figure = new_figure(
             theme,
@@ -107,7 +107,7 @@ def draw(numbers: Landscape, theme: Theme) -> Figure:
         heights = [numbers.exact, *numbers.interpolated]
         names = ["exact: no way down", *(f"λ = {lam:g}" for lam in numbers.lambdas)]
         limits = Normalize(min(float(height.min()) for height in heights), max(float(height.max()) for height in heights))
-        # without its yellow end, on which white arrows would be lost
+        # without its yellow end, where white arrows would be invisible
         colours = ListedColormap(mpl.colormaps["viridis"](np.linspace(0, 0.8, 256)))
         width, tall = 0.195, 0.195 * SIZE[0] / SIZE[1]
         for column, (name, height) in enumerate(zip(names, heights, strict=True)):
@@ -125,14 +125,14 @@ def draw(numbers: Landscape, theme: Theme) -> Figure:
 
 
 def _arrows(axes: Axes, numbers: Landscape, column: int) -> None:
-    """The way down from some places; the exact loss, in the first column, knows none."""
+    """Arrows of descent; the exact loss, in the first column, has no gradient."""
     x, y = np.meshgrid(numbers.roots, numbers.roots, indexing="ij")
     ways = np.zeros_like(numbers.descent[0]) if column == 0 else numbers.descent[column - 1]
     resting = ~ways.any(axis=2)
     axes.plot(x[resting], y[resting], ".", color="white", markersize=3.5, alpha=0.8)
     if resting.all():
         return
-    # the longest arrow of a panel goes to the next root
+    # the longest arrow of a panel reaches the next one
     scale = float(np.linalg.norm(ways, axis=2).max() / (numbers.roots[1] - numbers.roots[0]))
     x, y, ways = x[~resting], y[~resting], ways[~resting]
     shape: dict[str, Any] = {"width": 0.009, "headwidth": 4.5, "headlength": 4.5, "headaxislength": 4, "minlength": 0.2}
@@ -153,7 +153,7 @@ def _section(figure: Figure, numbers: Landscape, theme: Theme) -> None:
 
 
 def caption(numbers: Landscape) -> str:
-    """What is seen and how it came about."""
+    """What the figure shows and how it was computed."""
     lambdas = ", ".join(f"{lam:g}" for lam in numbers.lambdas)
     return (
         f"The mean rank of {RELEVANT} relevant among {ITEMS} items over a two-dimensional section of score space (left), "

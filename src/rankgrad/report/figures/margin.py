@@ -19,7 +19,7 @@ RELEVANT, IRRELEVANT = 6, 24
 
 @dataclass(frozen=True)
 class Collapse:
-    """Scores of lists under gradient descent, without and with a margin, and what noise does to the last ones."""
+    """Scores of lists under gradient descent, without and with a margin, and the effect of noise on the final ones."""
 
     margins: tuple[float, float]
     rate: float
@@ -33,7 +33,7 @@ class Collapse:
 def descend(scores: Tensor, relevance: Tensor, *, margin: float, steps: int, rate: float, decay: float) -> Tensor:
     """[steps + 1, Q, n] scores under plain gradient descent on RaMBO's recall loss with weight decay."""
     scores = scores.clone().requires_grad_()
-    # single losses, each with its own gradient: a list moves as if it were alone
+    # one loss per list: lists do not influence each other
     loss = rg.RamboRecallLoss(margin=margin, weighting="log", reduction="none")
     optimizer = torch.optim.SGD([scores], lr=rate, weight_decay=decay)
     path = [scores.detach().clone()]
@@ -48,7 +48,7 @@ def descend(scores: Tensor, relevance: Tensor, *, margin: float, steps: int, rat
 def compute(
     *, margin: float = 0.2, steps: int = 500, lists: int = 32, rate: float = 0.1, decay: float = 0.05, seed: int = 0
 ) -> Collapse:
-    """The same random scores, optimised twice."""
+    """Optimise the same random scores without and with a margin."""
     generator = torch.Generator().manual_seed(seed)
     start = 0.3 * torch.randn(lists, RELEVANT + IRRELEVANT, generator=generator, dtype=torch.float64)
     relevance = (torch.arange(RELEVANT + IRRELEVANT) < RELEVANT).expand_as(start)
@@ -73,7 +73,7 @@ def compute(
 
 
 def draw(numbers: Collapse, theme: Theme) -> Figure:
-    """The paths of all scores without and with a margin, and what the two results are worth."""
+    """Draw the paths of all scores, and the mAP of the final ones under noise."""
     with mpl.rc_context(theme.settings):
         figure = new_figure(
             theme,
@@ -94,7 +94,7 @@ def draw(numbers: Collapse, theme: Theme) -> Figure:
 
 
 def _colours(theme: Theme) -> tuple[str, str]:
-    """Without and with a margin."""
+    """Colours without and with a margin."""
     return theme.muted, theme.other
 
 
@@ -126,7 +126,7 @@ def _noise(axes: Axes, numbers: Collapse, theme: Theme) -> None:
 
 
 def caption(numbers: Collapse) -> str:
-    """What is seen and how it came about."""
+    """What the figure shows and how it was computed."""
     return (
         f"Scores of {RELEVANT} relevant and {IRRELEVANT} irrelevant items under gradient descent (rate {numbers.rate:g}, "
         f"weight decay {numbers.decay:g}) on RaMBO's recall loss with log weighting, from the same start, without and with "

@@ -1,4 +1,4 @@
-"""One look for all pictures, light and dark: colours with fixed meanings, sizes for a talk, and the furniture around a panel.
+"""The style of all figures, light and dark: colours with fixed meanings, sizes for slides, axes and labels.
 
 The colours are Okabe and Ito's and shades of one blue, told apart by all eyes and in grey. What a colour means never changes:
 the exact metric has the colour of the text, relevant items are blue, irrelevant ones orange, what else is compared is green,
@@ -17,30 +17,30 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-# a slide of 16 : 9, in inches; at 144 dots it has the pixels of a full HD screen
+# 16:9, in inches; at 144 dpi it is 1920 x 1080 pixels
 SIZE = (13.333, 7.5)
 DOTS = 144
 BODY, SMALL, PANEL, HEADLINE = 15, 13, 16, 22
 LEFT = 0.06
-"""Where the text of a slide begins, as a share of its width."""
+"""Left edge of the text, as a fraction of the width."""
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a picture by what they mean."""
+    """Colours of a figure by meaning."""
 
     background: str
     ink: str  # text, and the exact metric
-    muted: str  # what explains
+    muted: str  # explanations
     grid: str
     relevant: str
     irrelevant: str
-    other: str  # whatever else is compared
-    shades: tuple[str, str, str]  # a setting that grows
+    other: str  # anything else that is compared
+    shades: tuple[str, str, str]  # increasing values of a setting
 
     @property
     def settings(self) -> dict[Any, Any]:
-        """What matplotlib has to know while it draws and saves."""
+        """Matplotlib settings for drawing and saving."""
         return {
             "font.family": "DejaVu Sans",  # comes with matplotlib, so the picture is the same everywhere
             "font.size": BODY,
@@ -90,7 +90,7 @@ DARK = Theme(
 
 
 def new_figure(theme: Theme, headline: str, explanation: str) -> Figure:
-    """An empty figure with its finding in one line and what is seen in another."""
+    """An empty figure with a headline and an explanation."""
     figure = Figure(figsize=SIZE)
     figure.text(LEFT, 0.938, headline, fontsize=HEADLINE, fontweight="bold", va="center")
     figure.text(LEFT, 0.876, explanation, fontsize=BODY, color=theme.muted, va="center")
@@ -98,12 +98,12 @@ def new_figure(theme: Theme, headline: str, explanation: str) -> Figure:
 
 
 def three_panels(figure: Figure) -> list[Axes]:
-    """Side by side, with room for labels at the ends of curves."""
+    """Three panels side by side, with room for labels at the ends of curves."""
     return [figure.add_axes((LEFT + 0.325 * column, 0.12, 0.225, 0.575)) for column in range(3)]
 
 
 def style_axes(axes: Axes, theme: Theme, *, title: str = "", colour: str | None = None, x: str, y: str) -> None:
-    """Names of a panel and its axes, that of the heights upright above them, and lines to read heights by."""
+    """Title, axis labels, that of the y axis horizontal above it, and horizontal grid lines."""
     if title:
         axes.set_title(title, loc="left", fontsize=PANEL, fontweight="bold", color=colour or theme.ink, pad=38)
     axes.annotate(
@@ -115,7 +115,7 @@ def style_axes(axes: Axes, theme: Theme, *, title: str = "", colour: str | None 
 
 
 def log_axis(axes: Axes, ticks: Sequence[int]) -> None:
-    """A logarithmic x axis that names these values and nothing else."""
+    """A logarithmic x axis with these ticks."""
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -123,20 +123,20 @@ def log_axis(axes: Axes, ticks: Sequence[int]) -> None:
 
 
 def annotate(axes: Axes, place: tuple[float, float], text: str, colour: str, **more: Any) -> None:
-    """A label at a point of the data, in the colour of what it names, with a rim that keeps lines away from it."""
+    """A label at a data point, in the colour of what it names, with an outline that separates it from lines."""
     rim = withStroke(linewidth=4, foreground=axes.get_facecolor())
     options: dict[str, Any] = {"fontsize": SMALL, "fontweight": "bold", "ha": "left", "va": "center", "xytext": (8, 0), **more}
     axes.annotate(text, place, color=colour, textcoords="offset points", annotation_clip=False, path_effects=[rim], **options)
 
 
 def name_ends(axes: Axes, end: float, names: Sequence[tuple[float, str, str]]) -> None:
-    """Labels (height, text, colour) beside the right ends of curves, moved apart where they would touch."""
+    """Labels (height, text, colour) beside the right ends of curves, moved apart where they would overlap."""
     low, high = axes.get_ylim()
     points = axes.get_position().height * SIZE[1] * 72
     least = 1.35 * SMALL * (high - low) / points
     rows = sorted(names)
     heights = np.array([height for height, _, _ in rows])
-    # each label as low as the one beneath allows, then the whole column back to where its curves end
+    # stack labels from below, then shift the column back to the ends of its curves
     stacked = np.maximum.accumulate(heights - least * np.arange(len(rows))) + least * np.arange(len(rows))
     stacked -= (stacked - heights).mean()
     stacked += max(low - stacked[0], 0) + min(high - stacked[-1], 0)
@@ -145,7 +145,7 @@ def name_ends(axes: Axes, end: float, names: Sequence[tuple[float, str, str]]) -
 
 
 def save(figure: Figure, path: Path, theme: Theme) -> None:
-    """Write the picture; a file of the same numbers has the same bytes."""
+    """Write the figure; the same numbers give the same bytes."""
     metadata: dict[str, Any] = {"Date": None} if path.suffix == ".svg" else {"Software": None}
     with mpl.rc_context(theme.settings):
         figure.savefig(path, dpi=DOTS, metadata=metadata)

@@ -1,4 +1,4 @@
-"""Figures 1 and 3 of RS@k: the smooth recall@k beside the true one, and at which ranks it has a gradient."""
+"""Figures 1 and 3 of RS@k: the smooth recall@k beside the exact one, and its gradient by rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def exact_recall(score: Tensor, others: Tensor, k: int) -> Tensor:
 
 
 def smooth_recall(score: Tensor, others: Tensor, k: int, *, tau_rank: float, tau_cut: float) -> Tensor:
-    """[S] what `RecallAtKLoss` puts in its place."""
+    """[S] the surrogate of `RecallAtKLoss`."""
     loss = rg.RecallAtKLoss((k,), tau_rank, tau_cut, reduction="none")
     return 1 - loss.from_scores(*_lists(score, others))
 
@@ -56,7 +56,7 @@ def _lists(score: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_by_rank(rank: Tensor, ks: Sequence[int]) -> Tensor:
-    """[R] how strongly the loss with these cut-offs pulls a relevant item that stands at `rank`, the only one of its query."""
+    """[R] magnitude of the gradient of the loss with these cut-offs at `rank`, for one relevant item per query."""
     rank = rank.detach().requires_grad_()
     one = torch.ones(len(rank), 1, dtype=rank.dtype)
     losses = rg.RecallAtK(ks)(rg.Ranks(rank[:, None], one, one, one, one, one[:, 0]))
@@ -73,7 +73,7 @@ def compute(
     points: int = 600,
     seed: int = 0,
 ) -> Surrogate:
-    """One relevant item against twenty irrelevant ones, each at a random cosine of its own stretch."""
+    """One relevant item against twenty irrelevant ones, at random cosines, one in each of twenty intervals."""
     jitter = torch.rand(20, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     others = 0.2 + 0.6 * (torch.arange(20) + jitter) / 20
     score = torch.linspace(0.3, 0.9, points, dtype=torch.float64)
@@ -94,7 +94,7 @@ def compute(
 
 
 def draw(numbers: Surrogate, theme: Theme) -> Figure:
-    """The two temperatures, and the gradient by rank."""
+    """Draw both temperatures and the gradient by rank."""
     with mpl.rc_context(theme.settings):
         figure = new_figure(
             theme,
@@ -155,7 +155,7 @@ def _gradients(axes: Axes, numbers: Surrogate, theme: Theme) -> None:
 
 
 def caption(numbers: Surrogate) -> str:
-    """What is seen and how it came about."""
+    """What the figure shows and how it was computed."""
     return (
         f"Recall@{numbers.k} of a list with one relevant item, as its cosine grows past those of {len(numbers.others)} "
         "irrelevant ones (orange marks): the exact value is a step without a gradient, the surrogate of RS@k a slope. "
