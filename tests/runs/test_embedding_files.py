@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import rankgrad as rg
 from rankgrad import cli
+from rankgrad.runs.embedding_files import EmbeddingFile, evaluate_files
 
 CLASSES = ["cat", "dog", "emu", "fox"]
 
@@ -112,6 +113,16 @@ def test_singletons_are_counted(made, tmp_path, capsys):
     write_labels(tmp_path / "y.csv", labels[:16], names=CLASSES)
     assert evaluate("--embeddings", "x.npy", "--labels", "y.csv")["skipped"] == 1
     assert "15 queries, 1 skipped (the only item of its class" in capsys.readouterr().out
+
+
+def test_a_test_of_a_run_says_what_it_skipped(made):
+    embeddings, labels = made
+    few, all_of_them = (
+        evaluate_files(EmbeddingFile(Path("x.npy"), embeddings[:n], {"label": [CLASSES[label] for label in labels[:n]]}))
+        for n in (16, 20)
+    )
+    assert few.details == "test: 15 queries, 1 skipped (the only item of its class)"
+    assert all_of_them.details == ""
 
 
 def test_dot_products(made):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad._messages import Progress, format_bytes
+from rankgrad._messages import Progress, format_bytes, printable
 from rankgrad.data.preprocessing import Preprocessing
 from rankgrad.data.table import Table
 from rankgrad.eval import Result, evaluate_sharded, evaluate_table, expected_memory
@@ -49,7 +49,13 @@ class RetrievalEvaluation:
     result: Result | None
     protocol: str
     processes: Processes
-    details = ""
+
+    @property
+    def details(self) -> str:
+        """How many queries were skipped, where any were."""
+        if self.result is None or not self.result.skipped:
+            return ""
+        return f"{self.split}: {printable(self.result.coverage)}"
 
     @property
     def metrics(self) -> Mapping[str, float]:
