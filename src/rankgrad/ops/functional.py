@@ -7,6 +7,7 @@
 An explicit request for a backend is honoured or refused, never replaced.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,11 @@ class Reduction:
         else:
             weights = used.clamp(min=1).to(like.device, dtype, non_blocking=True).reciprocal()
         for tensor in tensors:
-            weights = torch.where(tensor.detach().amax().isnan(), torch.nan, weights)
+            largest = tensor.detach().amax()
+            if largest.device.type == "cpu":
+                weights = weights * torch.nan if math.isnan(largest.item()) else weights
+            else:  # without synchronising
+                weights = torch.where(largest.isnan(), torch.nan, weights)
         return weights
 
 

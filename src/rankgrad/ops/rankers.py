@@ -379,12 +379,17 @@ class Histogram(Ranker):
         upstream: Upstream,
     ) -> Tensor:
         d_rank, d_positive_rank, d_mass, d_gain = rank_grad[1]
-        with torch.enable_grad():
-            scores = positives.scores.detach().requires_grad_()
-            mass, gain = self._masses(positives, scores)
-            outputs = (mass.cumsum(dim=1), mass, gain)
-            (d_scores,) = torch.autograd.grad(outputs, (scores,), (d_rank + d_positive_rank, d_mass, d_gain))
-        return d_scores
+        # a mass counts at its own centre and in the ranks at all later ones
+        d_mass = d_mass + (d_rank + d_positive_rank).flip(1).cumsum(dim=1).flip(1)
+        position = self._position(positives.scores)  # padding lies on the first centre
+        cell = position.floor()
+        index = cell.long().clamp_(max=self.bins - 1)
+        # between two centres mass moves from one to the next; on a centre the pulses have a kink, see `tile_backward`
+        if positives.gains is None:
+            moved = (d_mass + d_gain).diff(dim=1).gather(1, index)
+        else:
+            moved = d_mass.diff(dim=1).gather(1, index) + positives.gains * d_gain.diff(dim=1).gather(1, index)
+        return moved.mul_(position.sub_(cell).sign_()).mul_(-1 / self.width)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -19,6 +19,9 @@ from torch import Tensor
 # Up to here one comparison per threshold beats the table; measured on a CPU, in forward and backward.
 FEW_THRESHOLDS = 16
 
+# Comparisons of a tile that are made at once: 2**16 float32 are 256 KiB.
+ALL_AT_ONCE = 2**16
+
 # Buckets of a threshold, and most buckets of all rows: 8 MiB, which stay in a CPU's last cache.
 BUCKETS_EACH = 16
 MOST_BUCKETS = 2**21
@@ -159,6 +162,8 @@ class Thresholds:
 
     def num_reaching(self, tile: Tensor) -> Tensor:
         """[B, P] int32: how many scores of the row are at or above each threshold."""
+        if self.few and self.is_small(tile):
+            return tile.shape[1] - self.all_above(tile).sum(dim=2).t().int()
         if self.few:
             return self.num_reaching_from([above.sum(dim=1) for above in self.compared(tile)], tile)
         positions = torch.empty(tile.shape, dtype=torch.int32, device=tile.device)
@@ -182,6 +187,10 @@ class Thresholds:
 
         [B, Z] in the tile's dtype how many more of the row are above each score, and `perturbed.num_reaching(tile)`.
         """
+        if self.few and self.is_small(tile):
+            after = perturbed.all_above(tile)
+            num_reaching = tile.shape[1] - after.sum(dim=2).t().int()
+            return after.sub_(self.all_above(tile)).sum(dim=0), num_reaching
         change = torch.zeros_like(tile)
         if self.few:
             below = []
@@ -197,6 +206,14 @@ class Thresholds:
             positions[:, columns] = after
             change[:, columns] = after.sub_(before).sub_(offset)
         return change, perturbed.tally(positions)
+
+    def is_small(self, tile: Tensor) -> bool:
+        """Whether all comparisons with a tile may exist at once, which takes fewer operations."""
+        return self.values.shape[1] * tile.numel() <= ALL_AT_ONCE
+
+    def all_above(self, tile: Tensor) -> Tensor:
+        """[P, B, Z] 1 where a threshold is above the score."""
+        return torch.gt(self.columns[:, :, None], tile, out=tile.new_empty(self.columns.shape[0], *tile.shape))
 
     def compared(self, tile: Tensor) -> Iterator[Tensor]:
         """[B, Z] for every threshold 1 where it is above the score, all in the same memory."""
