@@ -32,8 +32,10 @@ NAMES = [
     "SiMix",
     "Sigmoid",
     "SmoothAPLoss",
+    "TrainSettings",
     "WeightedRecall",
     "evaluate",
+    "fit",
     "evaluate_scores",
     "load",
 ]

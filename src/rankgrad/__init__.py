@@ -23,6 +23,8 @@ from rankgrad.losses.simix import SiMix
 from rankgrad.ops.autograd import Ranks
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Sigmoid
 from rankgrad.train.large_batch import LargeBatch
+from rankgrad.train.loop import fit
+from rankgrad.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     import torch
@@ -57,9 +59,11 @@ __all__ = [
     "SiMix",
     "Sigmoid",
     "SmoothAPLoss",
+    "TrainSettings",
     "WeightedRecall",
     "evaluate",
     "evaluate_scores",
+    "fit",
     "load",
 ]
 

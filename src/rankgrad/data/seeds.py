@@ -29,12 +29,12 @@ def generator(seed: int, *parts: int | str, device: torch.device | str = "cpu") 
     return torch.Generator(device).manual_seed(derive(seed, *parts))
 
 
-def bits(seed: int, *parts: int | str) -> np.random.PCG64:
+def bits(seed: int, *parts: int | str) -> "np.random.PCG64":
     """A numpy stream of its own for the purpose `parts`."""
     return np.random.PCG64(derive(seed, *parts))
 
 
-def permutation(count: int, stream: np.random.PCG64) -> NDArray[np.int64]:
+def permutation(count: int, stream: "np.random.PCG64") -> NDArray[np.int64]:
     """0 .. count - 1 in random order.
 
     numpy promises the raw stream of a bit generator for ever, but not what `Generator.permutation` makes of it.

@@ -1,6 +1,6 @@
 """The training loop: `fit` takes a model, a loss, batches and evaluators.
 
-    result = fit(model, loss, batches, TrainSettings(epochs=55), "runs/sop", resume=True)
+    result = rg.fit(model, rg.RecallAtKLoss(), loader, rg.TrainSettings(epochs=55), "runs/mine", resume=True)
 
 All randomness of step s in epoch e is a function of (seed, e, s), so a run that was killed and resumed ends with the weights of
 one that never was.
@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from rankgrad._messages import Progress
 from rankgrad.data.seeds import derive
@@ -23,6 +24,7 @@ from rankgrad.train.diagnostics import CollapseDetector, diagnose
 from rankgrad.train.errors import LostProcessError, NotFiniteError, OutOfMemoryError, TrainingError
 from rankgrad.train.journal import JOURNAL, Journal, JsonLines, Tracker, jsonable, provenance
 from rankgrad.train.large_batch import Loss, unwrap_loss
+from rankgrad.train.loader_batches import as_batches
 from rankgrad.train.meters import RecentRate, RunningMean, Throughput
 from rankgrad.train.processes import ALONE, Processes, StopSignal, is_lost_process
 from rankgrad.train.resume import TRAIN_FURTHER, LoopState, find_checkpoint, restore, run_identity
@@ -71,7 +73,7 @@ class FitResult:
 def fit(
     model: nn.Module,
     loss: Loss,
-    batches: Batches,
+    batches: "Batches | DataLoader[Any]",
     settings: TrainSettings,
     folder: Path | str,
     *,
@@ -88,15 +90,16 @@ def fit(
 ) -> FitResult:
     """Trains `model` and keeps journal and checkpoints in `folder`.
 
-    With several processes all of them call this, each with its shard of every batch (`ShardedBatches`), a `DistributedRankLoss`
-    and otherwise the same arguments; loss, gradients and metrics are then those of one process. Random layers are the
-    exception: each process draws its own. The first process writes, to a folder that all can read. Any number of processes can
-    resume the run.
+    With several processes all of them call this, each with its shard of every batch (`ShardedBatches`; a `DataLoader` is
+    sharded here), a `DistributedRankLoss` and otherwise the same arguments; loss, gradients and metrics are then those of one
+    process. Random layers are the exception: each process draws its own. The first process writes, to a folder that all can
+    read. Any number of processes can resume the run.
 
     Args:
         model: maps images to embeddings.
         loss: maps embeddings and labels to one value; the state of a module is part of a checkpoint.
-        batches: one batch is one optimizer step, whatever the number of chunks.
+        batches: a `DataLoader` that yields (images, labels), or anything with the methods of `Batches`. One batch is one
+            optimizer step, whatever the number of chunks.
         settings: optimizer, schedule, precision and so on.
         folder: where to write.
         param_groups: parameter groups with their own `lr` and `weight_decay`; by default all parameters of model and loss.
@@ -116,6 +119,7 @@ def fit(
         raise ValueError(f"fit: select must be one of the evaluators {sorted(evaluators)}, got {select!r}")
     if settings.patience and select is None:
         raise ValueError("fit: patience needs select, the evaluator whose metric has to improve")
+    batches = as_batches(batches, settings.seed, processes)
     if not len(batches):
         raise ValueError("fit: batches must hold at least one batch, got none")
     device, store = torch.device(device), CheckpointStore(Path(folder) / "checkpoints", keep_last=settings.keep_last)
