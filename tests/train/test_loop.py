@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import signal
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from train.tiny_loop import Vectors, batch, held_out, network, remembering
 
 import rankgrad as rg
+from rankgrad.train import loop
 from rankgrad.train.checkpoints import CheckpointStore
 from rankgrad.train.errors import NotFiniteError, TrainingError
 from rankgrad.train.loop import fit
@@ -657,3 +659,21 @@ def test_diagnostics_do_not_change_training(tmp_path):
     often, _ = train(tmp_path / "a", changed(log_every=1), loss=remembering())
     never, _ = train(tmp_path / "b", changed(log_every=1000), loss=remembering())
     assert torch.equal(flat(often), flat(never))
+
+
+def test_slow_checkpoints_are_not_written_after_every_epoch(tmp_path, monkeypatch):
+    save, written = CheckpointStore.save, []
+
+    def slow(self, *arguments, step, **details):
+        written.append(step)
+        time.sleep(0.05)
+        return save(self, *arguments, step=step, **details)
+
+    monkeypatch.setattr(CheckpointStore, "save", slow)
+    train(tmp_path / "cheap", changed(epochs=4))
+    assert written == [5, 10, 15, 20]
+    monkeypatch.setattr(loop, "CHEAP_CHECKPOINT", 0.04)
+    written.clear()
+    train(tmp_path / "slow", changed(epochs=4))
+    # the first, which tells the cost, and the last
+    assert written == [5, 20]

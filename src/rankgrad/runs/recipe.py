@@ -254,7 +254,9 @@ class Recipe:
     )
 
     seed: int = setting(0, "seed of all randomness", group="the run", least=0)
-    checkpoint_every: int = setting(0, "steps between checkpoints; 0: one after each epoch", group="the run", least=0)
+    checkpoint_every: int = setting(
+        0, "steps between checkpoints; 0: after an epoch, for at most a tenth of the time", group="the run", least=0
+    )
     log_every: int = setting(10, "steps between journal entries", group="the run", least=1)
 
     before_setting: ClassVar[Mapping[str, Any]] = {}

@@ -34,6 +34,9 @@ from rankgrad.train.train_step import StepOutput, TrainStep
 # with several processes, ignore repeated signals for this many seconds: a terminal and torchrun each send one to every process
 SIGNAL_GRACE = 5.0
 
+# a checkpoint after an epoch that costs more seconds than this waits until that many times its cost have passed
+CHEAP_CHECKPOINT, CHECKPOINT_INTERVAL = 0.5, 10
+
 Evaluator: TypeAlias = Callable[[nn.Module], Mapping[str, float]]
 
 
@@ -168,6 +171,7 @@ class _Training:
         self.stop_signal = StopSignal(grace=SIGNAL_GRACE if self.processes.size > 1 else 0.0)
         self.throughput, self.recent_rate, self.epoch_loss = Throughput(), RecentRate(), RunningMean()
         self.collapse = CollapseDetector()
+        self._saved_at, self._save_seconds = 0.0, 0.0
 
     def run(self, stack: contextlib.ExitStack, resume: bool, description: dict[str, Any]) -> FitResult:
         start = time.perf_counter()
@@ -256,9 +260,16 @@ class _Training:
         if complete:
             self.state.epoch, self.state.in_epoch = self.state.epoch + 1, 0
         every = self.settings.checkpoint_every
-        due = self.state.step % every == 0 if every else complete
+        due = self.state.step % every == 0 if every else complete and self._checkpoint_is_worthwhile()
         if due or is_best or final or self._out_of_patience or self._stop_requested():
             self._save(number)
+
+    def _checkpoint_is_worthwhile(self) -> bool:
+        """Whether a checkpoint now takes at most a tenth of the time since the last one; a collective call."""
+        since = time.perf_counter() - self._saved_at
+        return self.processes.on_first(
+            lambda: self._save_seconds < CHEAP_CHECKPOINT or since >= CHECKPOINT_INTERVAL * self._save_seconds
+        )
 
     def _stop_requested(self) -> bool:
         """Whether any process got a signal; a collective call."""
@@ -336,7 +347,9 @@ class _Training:
         saved = self.processes.on_first(
             lambda: self.store.save(weights, state, step=step, epoch=number, metrics=metrics, best=best)
         )
-        self._log("checkpoint", folder=saved.folder.name, seconds=time.perf_counter() - began)
+        self._saved_at = time.perf_counter()
+        self._save_seconds = self._saved_at - began
+        self._log("checkpoint", folder=saved.folder.name, seconds=self._save_seconds)
         self.throughput.reset()
         self.recent_rate.reset()
 

@@ -64,7 +64,7 @@ class TrainSettings:
         metric: metric of the evaluator that selects the best checkpoint; larger is better.
         patience: stop after this many evaluations without improvement, 0 for never.
         log_every: steps between journal entries with diagnostics.
-        checkpoint_every: steps between checkpoints, 0 for one per epoch.
+        checkpoint_every: steps between checkpoints; 0: after an epoch, for at most a tenth of the time.
         keep_last: number of checkpoints kept besides the best.
         seed: of all randomness.
         parallel: with several processes, "ddp" (each has a copy of the model) or "fsdp" (parameters, gradients and optimizer
