@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    whole, trusting = TRACEBACK in arguments, TRUST_CODE in arguments
+    show_traceback, trusting = TRACEBACK in arguments, TRUST_CODE in arguments
     arguments = [argument for argument in arguments if argument not in (TRACEBACK, TRUST_CODE)]
     _trust_factories(arguments, everything=trusting)
     command = " ".join(["rankgrad", *arguments[: 2 if arguments[:1] == ["detect"] else 1]])
@@ -129,7 +129,7 @@ def _run(arguments: list[str]) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        if whole or not _is_for_the_user(error):
+        if show_traceback or not _is_for_the_user(error):
             raise
         from rankgrad.cli.launch import report_error
 

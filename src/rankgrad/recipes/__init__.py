@@ -1,1 +1,1 @@
-"""Every row of the papers' tables as a typed value with the published numbers beside it, and what runs one."""
+"""Every row of the papers' tables as a typed value with its published numbers."""

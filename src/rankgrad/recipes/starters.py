@@ -34,7 +34,7 @@ DRAWINGS = RetrievalRecipe(
     weights="none",
     pool="gem",
     layer_norm=True,
-    # embeddings of random weights lie in nearly one direction, and the first steps would throw them together
+    # embeddings of random weights lie in nearly one direction, and the first steps would collapse them
     whiten=True,
     optimizer="adamw",
     # of 3e-4 to 1e-2 the best on validation classes of Omniglot with each of five losses; on glyphs FastAP prefers 1e-3
