@@ -29,8 +29,7 @@ class EvaluationGroup:
         """Split, data and protocol."""
         first = self.members[0].evaluation
         table = first.table.name if first.table is not None else ""
-        data = first.data_path if not first.is_own else table
-        return ", ".join(part for part in (first.split, data, first.protocol) if part)
+        return ", ".join(part for part in (first.split, first.data_path or table, first.protocol) if part)
 
 
 def chosen_groups(runs: Sequence[Run], split: str | None) -> list[EvaluationGroup]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rankgrad._messages import plural
 from rankgrad.data.image_files import UnreadableImageError, read_guarded
-from rankgrad.data.prefetch import default_threads, prefetch
+from rankgrad.data.prefetch import default_threads, prefetch, with_progress
 from rankgrad.data.table import path_complaint
 from rankgrad.eval import neighbours
 from rankgrad.report.markup import MINUS, cut_middle, element, text
@@ -80,9 +80,10 @@ class Thumbnails:
             self._glyph(table.name, table.paths[rows[0]])  # drawn once, not by every thread
         side, quality = self._fitting_size(table, rows, max_bytes)
         results: list[str | None] = []
-        for row, found in prefetch(
+        encoding = prefetch(
             lambda row: self._attempt(table, table.paths[row], side, quality), rows, threads=default_threads(), ahead=64
-        ):
+        )
+        for row, found in with_progress(encoding, len(rows), "making thumbnails", shown=True):
             encoded = None
             if isinstance(found, Exception):
                 self.unreadable[table.paths[row]] = _reason(found)
