@@ -194,6 +194,36 @@ def ndcg(e: Entries) -> Tensor:
     return 1 - (e.gain / torch.log2(1 + at_least_one(e.rank))).sum() / ideal
 
 
+def first_places(e: Entries, k: int, tau: float) -> Tensor:
+    """How far each entry is within the first k places; tau 0 is a step."""
+    return torch.sigmoid((k + 0.5 - e.rank) / tau) if tau else (e.rank <= k).to(e.rank.dtype)
+
+
+def average_precision_at(k: int | None, tau: float) -> Objective:
+    """k None: at a query's number of relevant items."""
+
+    def objective(e: Entries) -> Tensor:
+        relevant = len(e.relevant_gains)
+        cut = relevant if k is None else k
+        precision = e.positive_rank / torch.where(e.rank > 0, e.rank, torch.ones_like(e.rank))
+        return 1 - (e.mass * precision * first_places(e, cut, tau)).sum() / min(cut, relevant)
+
+    return objective
+
+
+def r_precision(tau: float) -> Objective:
+    return lambda e: 1 - (e.weight * first_places(e, len(e.relevant_gains), tau)).sum()
+
+
+def ndcg_at(k: int, tau: float) -> Objective:
+    def objective(e: Entries) -> Tensor:
+        best = sorted(e.relevant_gains.tolist(), reverse=True)[:k]
+        ideal = sum(g / math.log2(1 + i) for i, g in enumerate(best, start=1))
+        return 1 - (e.gain * first_places(e, k, tau) / torch.log2(1 + at_least_one(e.rank))).sum() / ideal
+
+    return objective
+
+
 def reciprocal_rank(e: Entries) -> Tensor:
     order = e.rank.detach().argsort(stable=True)
     found = e.mass[order].cumsum(dim=0).clamp(max=1)

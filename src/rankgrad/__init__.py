@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rankgrad.eval import Result, evaluate, evaluate_scores
-from rankgrad.losses.average_precision import AveragePrecision, FastAPLoss, RamboAPLoss, SmoothAPLoss
+from rankgrad.losses.average_precision import AveragePrecision, AveragePrecisionAtR, FastAPLoss, RamboAPLoss, SmoothAPLoss
 from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory, ScoreMemory
 from rankgrad.losses.multiclass import MulticlassRankLoss
@@ -17,6 +17,7 @@ from rankgrad.losses.recall import (
     RamboRecallLoss,
     RecallAtK,
     RecallAtKLoss,
+    RPrecision,
     WeightedRecall,
 )
 from rankgrad.losses.simix import SiMix
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "NDCG",
     "AveragePrecision",
+    "AveragePrecisionAtR",
     "Blackbox",
     "DistributedRankLoss",
     "EmbeddingMemory",
@@ -47,6 +49,7 @@ __all__ = [
     "LogRecall",
     "MulticlassRankLoss",
     "PrecisionAtK",
+    "RPrecision",
     "RamboAPLoss",
     "RamboRecallLoss",
     "RankLoss",

@@ -43,6 +43,13 @@ def check_count(value: Any, *, name: str, caller: str, least: int = 1) -> None:
         raise ValueError(f"{caller}: {name} must be at least {least}, got {value!r}")
 
 
+def check_cut(k: Any, tau: Any, *, caller: str) -> None:
+    """A cut-off of ranks, or None, and its temperature."""
+    if k is not None:
+        check_count(k, name="k", caller=caller)
+    check_not_negative(tau, name="tau", caller=caller)
+
+
 def check_tensor(value: Any, *, name: str, caller: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{caller}: {name} must be a torch.Tensor, got {type(value).__name__}")

@@ -31,12 +31,22 @@ OBJECTIVES = {
     "loglog_recall": (rankgrad.LogLogRecall(), oracle.loglog_recall),
     "ndcg": (rankgrad.NDCG(), oracle.ndcg),
     "reciprocal_rank": (rankgrad.ReciprocalRank(), oracle.reciprocal_rank),
+    "average_precision_at_3": (rankgrad.AveragePrecision(3, tau=0.7), oracle.average_precision_at(3, tau=0.7)),
+    "average_precision_at_r": (rankgrad.AveragePrecisionAtR(tau=0.9), oracle.average_precision_at(None, tau=0.9)),
+    "r_precision": (rankgrad.RPrecision(tau=0.6), oracle.r_precision(tau=0.6)),
+    "ndcg_at_2": (rankgrad.NDCG(2, tau=0.8), oracle.ndcg_at(2, tau=0.8)),
 }
 
 PAIRS = [(ranker, objective) for ranker in RANKERS for objective in OBJECTIVES]
 
-# exact ties put these two on a kink of the soft ranks: the value is defined there, the derivative is not
-KINKED_BY_TIES = {("sigmoid", "weighted_recall"), ("sigmoid", "reciprocal_rank")}
+# exact ties put the first two on a kink of the soft ranks: the value is defined there, the derivative is not; the slopes of
+# R-precision are the same one place within and one beyond the cut, so that rounding decides which perturbed score is ahead
+KINKED_BY_TIES = {
+    ("sigmoid", "weighted_recall"),
+    ("sigmoid", "reciprocal_rank"),
+    ("blackbox", "r_precision"),
+    ("margin", "r_precision"),
+}
 
 # neighbours above 2**24 and 2**53 merge in float32 and float64
 CLASS_LABELS = torch.tensor([7, -3, 2**24, 2**24 + 1, 2**53, 2**53 + 1, 0])

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rankgrad._checks import check_count
+from rankgrad._checks import check_count, check_cut, check_not_negative
 from rankgrad.losses.rank_loss import RankLoss, preset
 from rankgrad.ops.autograd import Ranks
 from rankgrad.ops.rankers import Blackbox, Histogram, Sigmoid
@@ -13,10 +13,39 @@ from rankgrad.ops.rankers import Blackbox, Histogram, Sigmoid
 
 @dataclass(frozen=True)
 class AveragePrecision:
-    """1 - AP, the mean over relevant items of rank among the relevant / rank among all (RaMBO eq. 21-22)."""
+    """1 - AP, the mean over relevant items of rank among the relevant / rank among all (RaMBO eq. 21-22).
+
+    Args:
+        k: cut-off: only items within the first k count, and the sum is divided by min(k, relevant items).
+        tau: temperature of "within the first k" on ranks, sigmoid((k + 1/2 - rank) / tau). 0: a step, as metrics have it; an
+            item outside then has no gradient.
+    """
+
+    k: int | None = None
+    tau: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_cut(self.k, self.tau, caller="AveragePrecision")
 
     def __call__(self, ranks: Ranks) -> Tensor:
-        return 1 - ranks.mean(ranks.positive_rank / ranks.rank)
+        precision = ranks.positive_rank / ranks.rank
+        if self.k is None:
+            return 1 - ranks.mean(precision)
+        return 1 - ranks.total(precision * ranks.within(self.k, self.tau)) / ranks.num_relevant.clamp(1, self.k)
+
+
+@dataclass(frozen=True)
+class AveragePrecisionAtR:
+    """1 - mAP@R (Musgrave et al., 2020): AP with a query's number of relevant items as cut-off; `tau` as there."""
+
+    tau: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_not_negative(self.tau, name="tau", caller="AveragePrecisionAtR")
+
+    def __call__(self, ranks: Ranks) -> Tensor:
+        within = ranks.within(ranks.num_relevant[:, None], self.tau)
+        return 1 - ranks.mean(ranks.positive_rank / ranks.rank * within)
 
 
 @preset("smooth-ap", tau="tau")

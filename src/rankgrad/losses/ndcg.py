@@ -6,17 +6,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rankgrad._checks import check_cut
 from rankgrad.ops.autograd import Ranks, at_least
 
 
 @dataclass(frozen=True)
 class NDCG:
-    """1 - DCG / ideal DCG with gain / log2(1 + rank). The graded relevance is the gain; pass 2**grade - 1 for that variant."""
+    """1 - DCG / ideal DCG with gain / log2(1 + rank). The graded relevance is the gain; pass 2**grade - 1 for that variant.
+
+    Args:
+        k: cut-off of both sums.
+        tau: temperature of "within the first k" on ranks, sigmoid((k + 1/2 - rank) / tau). 0: a step, as metrics have it; an
+            item outside then has no gradient.
+    """
+
+    k: int | None = None
+    tau: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_cut(self.k, self.tau, caller="NDCG")
 
     def __call__(self, ranks: Ranks) -> Tensor:
-        dcg = (ranks.gain * _discount(at_least(ranks.rank, 1))).sum(dim=1)
+        gain = ranks.gain if self.k is None else ranks.gain * ranks.within(self.k, self.tau)
+        dcg = (gain * _discount(at_least(ranks.rank, 1))).sum(dim=1)
         places = torch.arange(1, ranks.ideal.shape[1] + 1, dtype=ranks.ideal.dtype, device=ranks.ideal.device)
-        ideal = (ranks.ideal * _discount(places)).sum(dim=1)
+        ideal = (ranks.ideal * _discount(places))[:, : self.k].sum(dim=1)
         return 1 - dcg / torch.where(ideal > 0, ideal, 1)
 
 

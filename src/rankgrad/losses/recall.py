@@ -65,6 +65,22 @@ class PrecisionAtK:
 
 
 @dataclass(frozen=True)
+class RPrecision:
+    """1 - R-precision: the share of relevant items among the first R, a query's number of them.
+
+    `tau` is the temperature of "within the first R" on ranks, sigmoid((R + 1/2 - rank) / tau). 0: a step, without a gradient.
+    """
+
+    tau: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_not_negative(self.tau, name="tau", caller="RPrecision")
+
+    def __call__(self, ranks: Ranks) -> Tensor:
+        return 1 - ranks.mean(ranks.within(ranks.num_relevant[:, None], self.tau))
+
+
+@dataclass(frozen=True)
 class LogRecall:
     """Mean of log(1 + r), r the irrelevant candidates ahead: recall at every K weighted by log(1 + 1/K) (RaMBO eq. 20)."""
 

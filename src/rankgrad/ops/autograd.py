@@ -53,6 +53,11 @@ class Ranks:
         """[B] sum of `values` [B, E] over the positives of each query."""
         return (self.mass * values).sum(dim=1)
 
+    def within(self, cut: float | Tensor, tau: float) -> Tensor:
+        """[B, E] whether an entry is among the first `cut`, a number or [B, 1]: 0 or 1, or a logistic where `tau` is not 0."""
+        inside = cut + 0.5 - self.rank
+        return torch.sigmoid(inside / tau) if tau else (inside > 0).to(self.rank.dtype)
+
     def detached(self, fields: Sequence[str] = GRAD_FIELDS) -> "Ranks":
         """The same ranks with `fields` as leaves of a new graph, so that an objective can be differentiated by them."""
         return replace(self, **{name: getattr(self, name).detach().requires_grad_() for name in fields})

@@ -16,7 +16,7 @@ Dimension letters:  B queries   Z candidates of one tile   P positives, padded  
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rankgrad._checks import check_count, check_not_negative, check_positive
 from rankgrad.ops.autograd import GRAD_FIELDS, PositiveScores, Ranks, Upstream
-from rankgrad.ops.thresholds import Thresholds
+from rankgrad.ops.thresholds import SigmoidThresholds, Thresholds
 
 # Rank at a bin centre that no candidate has reached, where mass and rank among the positives are 0.
 SMALLEST_RANK = 1e-30
@@ -120,13 +120,13 @@ class Sigmoid(Ranker):
     def __post_init__(self) -> None:
         check_positive(self.tau, name="tau", caller="Sigmoid")
 
-    def thresholds(self, positives: PositiveScores, key: int) -> "SigmoidThresholds":
+    def thresholds(self, positives: PositiveScores, key: int) -> SigmoidThresholds:
         return SigmoidThresholds(positives.scores.t().contiguous())
 
     def _ahead(self, tile: Tensor, threshold: Tensor, out: Tensor) -> Tensor:
         return torch.sub(tile, threshold[..., None], out=out).mul_(1 / self.tau).sigmoid_()
 
-    def count_tile(self, tile: Tensor, thresholds: "SigmoidThresholds", key: int) -> Tensor:
+    def count_tile(self, tile: Tensor, thresholds: SigmoidThresholds, key: int) -> Tensor:
         if thresholds.columns.shape[0] * tile.numel() <= KEPT_SIGMOIDS and not thresholds.kept:
             ahead = tile.new_empty(thresholds.columns.shape[0], *tile.shape)
             thresholds.kept[key] = self._ahead(tile, thresholds.columns, ahead)
@@ -134,12 +134,12 @@ class Sigmoid(Ranker):
         scratch = torch.empty_like(tile)  # one for all: on a CPU fresh memory costs more than what is done with it
         return _columns([self._ahead(tile, threshold, scratch).sum(dim=1) for threshold in thresholds.columns], tile)
 
-    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: "SigmoidThresholds") -> Ranks:
+    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: SigmoidThresholds) -> Ranks:
         # an item ahead of itself counts sigmoid(0) = 1/2
         among = _joined([ahead.sum(dim=2) for _, ahead in self._among(positives, thresholds)])
         return positives.item_ranks(*positives.add_counts(counts, among + 0.5))
 
-    def _among(self, positives: PositiveScores, thresholds: "SigmoidThresholds") -> Iterator[tuple[slice, Tensor]]:
+    def _among(self, positives: PositiveScores, thresholds: SigmoidThresholds) -> Iterator[tuple[slice, Tensor]]:
         """Rows, and how far each positive of a row is ahead of each other [b, item, other], a few rows at a time."""
         if thresholds.among is not None:
             yield slice(None), thresholds.among
@@ -154,7 +154,7 @@ class Sigmoid(Ranker):
             yield rows, ahead
 
     def rank_gradient(
-        self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: "SigmoidThresholds", upstream: Upstream
+        self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: SigmoidThresholds, upstream: Upstream
     ) -> tuple[Tensor, Tensor]:
         """[P, B] weights of irrelevant candidates and of positives that are ahead, over tau."""
         scale = upstream.grad_loss / self.tau
@@ -164,7 +164,7 @@ class Sigmoid(Ranker):
         return d_rank.to(dtype).t().contiguous(), (d_rank + d_positive_rank).to(dtype).t()
 
     def tile_backward(
-        self, tile: Tensor, thresholds: "SigmoidThresholds", rank_grad: tuple[Tensor, Tensor], key: int
+        self, tile: Tensor, thresholds: SigmoidThresholds, rank_grad: tuple[Tensor, Tensor], key: int
     ) -> tuple[Tensor, Tensor]:
         kept = thresholds.kept.get(key)
         if kept is not None:
@@ -185,7 +185,7 @@ class Sigmoid(Ranker):
         counts: Tensor,
         rank_grad: tuple[Tensor, Tensor],
         positives: PositiveScores,
-        thresholds: "SigmoidThresholds",
+        thresholds: SigmoidThresholds,
         upstream: Upstream,
     ) -> Tensor:
         weights = rank_grad[1].t()
@@ -195,15 +195,6 @@ class Sigmoid(Ranker):
             slope = torch.ops.aten.sigmoid_backward(weights[rows, :, None], ahead)
             parts.append(slope.sum(dim=1) - slope.sum(dim=2))  # as the item ahead, and as the one compared with
         return d_thresholds + _joined(parts)
-
-
-@dataclass
-class SigmoidThresholds:
-    """The scores of the positives, and small sets of comparisons that are kept for the backward pass."""
-
-    columns: Tensor  # [P, B]: a threshold is contiguous over queries in both roles of a tile
-    kept: dict[int, Tensor] = field(default_factory=dict)  # [P, B, Z] of one tile, by its key
-    among: Tensor | None = None  # [B, P, P] of the positives with each other
 
 
 @dataclass(frozen=True)

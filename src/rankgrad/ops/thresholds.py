@@ -1,4 +1,4 @@
-"""Exact counting against a row of thresholds, without sorting what is counted.
+"""What tiles are compared with: exact counting against a row of thresholds, without sorting what is counted.
 
 Few thresholds are compared one after another. Many are sorted once, and a monotone map cuts the line of scores into many
 more buckets than thresholds: a bucket that holds no threshold answers for every score in it, and only a score that
@@ -10,7 +10,7 @@ Dimension letters:  B rows   P thresholds of a row   Z scores of a row
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -258,3 +258,12 @@ def _positions(tile: Tensor, *sets: Thresholds) -> Iterator[tuple[slice, list[Te
         for position, t in zip(positions, sets, strict=True):
             position.index_copy_(0, shared, t.table.search(position.index_select(0, shared), searched))
         yield columns, [position.view(scores.shape) for position in positions]
+
+
+@dataclass
+class SigmoidThresholds:
+    """The scores of the positives, and small sets of comparisons that are kept for the backward pass."""
+
+    columns: Tensor  # [P, B]: a threshold is contiguous over queries in both roles of a tile
+    kept: dict[int, Tensor] = field(default_factory=dict)  # [P, B, Z] of one tile, by its key
+    among: Tensor | None = None  # [B, P, P] of the positives with each other

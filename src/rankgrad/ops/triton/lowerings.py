@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
-from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid, SigmoidThresholds
-from rankgrad.ops.thresholds import Thresholds
+from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid
+from rankgrad.ops.thresholds import SigmoidThresholds, Thresholds
 
 SIGMOID = tl.constexpr(0)
 STEP = tl.constexpr(1)
