@@ -1,6 +1,6 @@
 """Kills training processes with SIGKILL at many points, resumes them, and prints what became of each as JSON.
 
-    python killed.py FOLDER
+    python kill_script.py FOLDER
 
 One process imports torch; every run is a fork of it, so that a kill costs a fraction of a second.
 """

@@ -50,7 +50,7 @@ def test_training_on_images_learns_and_resumes_exactly(images, tmp_path):
     def train(folder, steps, *, resume=False):
         batches = ImageBatches(images, LABELS, ClassBalanced(LABELS, 24, 4, seed=1), Augment("random", flip=True), 14, seed=2)
         model = network()
-        settings = TrainSettings(steps=steps, lr=3e-3, chunk_size=10, keep=1, evaluate_every=0)
+        settings = TrainSettings(steps=steps, lr=1e-2, chunk_size=10, keep=1, evaluate_every=0)
         evaluators = {"validation": everything}
         outcome = fit(model, rg.FastAPLoss(), batches, settings, folder, evaluators=evaluators, resume=resume)
         # flatten and not view: training has put the convolution's weight into channels_last
@@ -58,7 +58,7 @@ def test_training_on_images_learns_and_resumes_exactly(images, tmp_path):
 
     untrained = everything(network())["R@1"]
     train(tmp_path / "a", 7)
-    continued, _ = train(tmp_path / "a", 30, resume=True)
-    whole, trained = train(tmp_path / "b", 30)
+    continued, _ = train(tmp_path / "a", 60, resume=True)
+    whole, trained = train(tmp_path / "b", 60)
     assert torch.equal(continued, whole)
     assert trained > untrained + 0.15, (untrained, trained)

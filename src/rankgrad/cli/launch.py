@@ -17,7 +17,7 @@ from rankgrad.train.errors import FailedProcessError
 from rankgrad.train.heartbeat import LOST
 from rankgrad.train.processes import is_lost_process, launched
 
-# exit status of a process that has told the user what to do, and of one that was asked to stop
+# exit status of a process that has reported an error, and of one that was asked to stop
 REPORTED, INTERRUPTED = 2, 130
 # seconds that the first process has to report an error before another one ends
 HEAD_START = 2.0
@@ -111,7 +111,7 @@ def _children(state: str) -> list[int]:
 
 
 def stop_with_launcher() -> None:
-    """Sends SIGTERM to this process when its launcher has been killed, since nobody else would end the run."""
+    """Sends SIGTERM to this process when its launcher has been killed, since nothing else would end the run."""
     launcher = int(os.environ.get(LAUNCHER, "0"))
 
     def watch() -> None:

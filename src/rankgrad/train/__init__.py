@@ -1,1 +1,1 @@
-"""One loop that is handed a model and a loss: large batches, checkpoints, journal, diagnostics, plan."""
+"""The training loop for any model and loss: large batches, checkpoints, journal, diagnostics, several processes."""

@@ -49,18 +49,18 @@ class CollapseDetector:
 
     def __init__(self) -> None:
         self.first: float | None = None
-        self.told = False
+        self.reported = False
 
     def check(self, numbers: Mapping[str, float]) -> str | None:
         """What to tell the user, once; None while there is nothing to tell."""
         now = numbers.get("spread")
-        if now is None or self.told:
+        if now is None or self.reported:
             return None
         first = self.first
         self.first = now if first is None else first
         if first is None or now >= COLLAPSED or now >= OF_FIRST * first:
             return None
-        self.told = True
+        self.reported = True
         return (
             f"all embeddings fall together: the mean cosine between images is {1 - now:.4f}, it was {1 - first:.4f} at first. "
             "Most often the learning rate is too high: lower --lr, add --warmup-steps, or start from --whiten"

@@ -1,4 +1,4 @@
-"""Errors of training. Each message is one sentence for whoever started the run."""
+"""Errors of training. Each message is one sentence for the user who started the run."""
 
 import re
 

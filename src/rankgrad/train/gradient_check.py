@@ -1,4 +1,4 @@
-"""Is it the gradient of the whole batch? One batch by the plain way and in stages, from the same state of everything."""
+"""Compares gradients computed in stages with those of a plain backward pass, from the same state of everything."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from rankgrad.train.snapshot import BufferSnapshot, LossSnapshot, RngSnapshot
 if TYPE_CHECKING:
     from rankgrad.train.large_batch import Loss
 
-# relative error that the order of sums may cause, by the precision of the model
+# relative error that the order of sums may cause, by the dtype of the model
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
 ROUNDING_16_BIT = 3e-2
 
@@ -26,7 +26,7 @@ class CheckReport:
         cosine: between the two gradients, all parameters together.
         relative_error: length of the difference over length of the plain gradient.
         worst: the parameters that differ most, with their relative errors.
-        exact: whether the difference is what rounding explains and nothing else was found.
+        exact: whether rounding explains the difference and no other problem was found.
         explanation: what was compared, and what is wrong.
     """
 
@@ -46,13 +46,13 @@ class CheckReport:
 
 
 class GradientCheck:
-    """Compares the two ways and leaves nothing changed.
+    """Compares both computations and restores everything.
 
     Args:
-        model: whose gradients are compared.
-        loss: its parameters are compared too.
+        model: gradients of its parameters are compared.
+        loss: those of its parameters too.
         embed: embeddings of a slice of the batch.
-        staged: the computation in doubt, which leaves gradients in the parameters.
+        staged: the computation to check; leaves gradients in the parameters.
         labels: of the batch.
         cuts: the chunks.
         device: where the model is.
@@ -81,9 +81,9 @@ class GradientCheck:
     def report(self) -> CheckReport:
         before = {name: p.grad for name, p in self.parameters.items()}
         try:
-            findings = self._findings()
+            problems = self._problems()
             is_random = self._is_random()
-            # a plain pass in chunks hides what depends on the chunk, so it is taken only where draws force it
+            # a plain pass in chunks would hide what depends on the chunk, so it is used only where random layers require it
             everything = [slice(0, self.cuts[-1].stop)]
             plain = self._gradients(lambda: self._plain(self.cuts if is_random else everything))
             staged = self._gradients(self.staged)
@@ -91,24 +91,26 @@ class GradientCheck:
             self._rewind()
             for name, parameter in self.parameters.items():
                 parameter.grad = before[name]
-        return self._judged(plain, staged, findings, is_random)
+        return self._compare(plain, staged, problems, is_random)
 
-    def _judged(self, plain: dict[str, Tensor], staged: dict[str, Tensor], findings: list[str], is_random: bool) -> CheckReport:
+    def _compare(
+        self, plain: dict[str, Tensor], staged: dict[str, Tensor], problems: list[str], is_random: bool
+    ) -> CheckReport:
         errors = {name: _relative_error(staged[name], plain[name]) for name in plain}
         worst = tuple(sorted(errors.items(), key=lambda pair: -pair[1])[:3])
         ours, theirs = (torch.cat([tensor.flatten() for tensor in side.values()]) for side in (staged, plain))
         lengths = float(ours.norm() * theirs.norm())
         error = _relative_error(ours, theirs)
         agrees = error <= self._rounding()
-        if not agrees and not findings:
-            findings.append("An image's embedding depends on the other images of its chunk.")
+        if not agrees and not problems:
+            problems.append("An image's embedding depends on the other images of its chunk.")
         against = "all chunks kept alive, as random layers draw for each chunk" if is_random else "the whole batch at once"
         return CheckReport(
             cosine=float(ours @ theirs) / lengths if lengths else 1.0,
             relative_error=error,
             worst=worst,
-            exact=agrees and not findings,
-            explanation=" ".join((f"Compared with {against}.", *findings)),
+            exact=agrees and not problems,
+            explanation=" ".join((f"Compared with {against}.", *problems)),
         )
 
     def _rounding(self) -> float:
@@ -116,21 +118,21 @@ class GradientCheck:
             return ROUNDING_16_BIT
         return max(ROUNDING.get(p.dtype, ROUNDING_16_BIT) for p in self.parameters.values())
 
-    def _findings(self) -> list[str]:
-        findings = []
+    def _problems(self) -> list[str]:
+        problems = []
         live = live_batch_norms(self.model) if len(self.cuts) > 1 else []
         if live:
-            findings.append(f"Batch normalisation uses the statistics of a chunk, put it in eval mode: {', '.join(live[:3])}.")
+            problems.append(f"Batch normalisation uses the statistics of a chunk, put it in eval mode: {', '.join(live[:3])}.")
         if not torch.equal(self._first_chunk(), self._first_chunk()):
-            findings.append(
+            problems.append(
                 "The model embeds a chunk differently each time from the same random state: look for generators other than "
                 "torch's and for nondeterministic operations."
             )
         norms = {name for name, module in self.model.named_modules() if isinstance(module, _BatchNorm)}
         changed = [name for name in self.buffers.changed() if name.rpartition(".")[0] not in norms]
         if changed:
-            findings.append(f"A forward pass changes buffers, and there are two for each chunk: {', '.join(changed[:3])}.")
-        return findings
+            problems.append(f"A forward pass changes buffers, and there are two for each chunk: {', '.join(changed[:3])}.")
+        return problems
 
     def _first_chunk(self) -> Tensor:
         self._rewind()
@@ -143,7 +145,7 @@ class GradientCheck:
 
     def _gradients(self, run: Callable[[], object]) -> dict[str, Tensor]:
         self._rewind()
-        # casts of weights that were made without a graph must not serve a pass with one
+        # casts of weights that were made without a graph must not be used in a pass with one
         torch.clear_autocast_cache()
         for parameter in self.parameters.values():
             parameter.grad = None

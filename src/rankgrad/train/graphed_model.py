@@ -118,7 +118,7 @@ class GraphedModel:
             others: whether there are chunks besides these.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory for so many chunks.
+            torch.OutOfMemoryError: memory does not suffice for that many chunks.
         """
         if any(vars(self.model).get(name) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")):
             return "the model has hooks, which a graph would skip"

@@ -213,7 +213,7 @@ class LargeBatch:
             for i, chunk in enumerate(chunks):
                 with self._sync(last == 0), probe.chunk() if probe and i == 0 else nullcontext():
                     parts.append(chunk.forward())
-        # casts of weights that were made without a graph must not serve the pass with one
+        # casts of weights that were made without a graph must not be used in the pass with one
         torch.clear_autocast_cache()
         embeddings = torch.cat(parts).requires_grad_()
         self.embeddings = embeddings.detach()

@@ -114,7 +114,7 @@ def fit(
         identity: what else a resumed run must agree with, such as the settings of a recipe.
         description: what else the first journal entry says, such as the size of the data.
         trackers: get every journal entry, on the first process.
-        resume_hint: told to the user when the run is stopped.
+        resume_hint: printed when the run is stopped.
         processes: those that train together, from `rankgrad.train.processes.join`.
     """
     evaluators = evaluators or {}
@@ -192,8 +192,8 @@ class _Training:
         except LostProcessError as error:
             raise self._log_error(self._lost_process(error)) from error
         except (NotFiniteError, OutOfMemoryError) as error:
-            said = self._of_all_processes(error) if isinstance(error, NotFiniteError) else error
-            raise self._log_error(TrainingError(f"{said}. The run stops; {self.store.describe_last()}.")) from error
+            fact = self._of_all_processes(error) if isinstance(error, NotFiniteError) else error
+            raise self._log_error(TrainingError(f"{fact}. The run stops; {self.store.describe_last()}.")) from error
         except (TrainingError, ValueError) as error:
             raise self._log_error(error) from error.__cause__
         except RuntimeError as error:
