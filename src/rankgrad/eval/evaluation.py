@@ -15,7 +15,7 @@ from rankgrad.eval.label_codes import as_integers, encode, list_labels
 from rankgrad.eval.memory_plan import MemoryPlan, plan_memory
 from rankgrad.eval.metrics import checked_ks
 from rankgrad.eval.protocols import PROTOCOLS, EvaluationInputs, planned
-from rankgrad.eval.rank_counts import SameLabelPairs
+from rankgrad.eval.relevant_pairs import SameLabelPairs
 from rankgrad.eval.result import Protocol, Result
 from rankgrad.eval.revisited import revisited
 from rankgrad.ops.functional import Backend, resolve

@@ -25,14 +25,13 @@ from rankgrad.eval.metrics import (
 from rankgrad.eval.nearest import nearest
 from rankgrad.eval.rank_counts import (
     MAX_PAIRS,
-    ListedPairs,
     ProgressCounter,
     RankCounts,
-    SameLabelPairs,
     count_against_gallery,
     count_all_vs_all,
     count_with_kernels,
 )
+from rankgrad.eval.relevant_pairs import ListedPairs, SameLabelPairs
 from rankgrad.eval.result import Protocol, Result
 
 SETTINGS = ("easy", "medium", "hard")

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rankgrad.eval.embedding_blocks import EmbeddingRows, Index, row_tile
+from rankgrad.eval.relevant_pairs import RelevantPairs, SameLabelPairs
 from rankgrad.ops.functional import exact_counts
 from rankgrad.ops.relevance import IntervalRelevance, Labels
 from rankgrad.ops.sources import split, tile_side
@@ -102,63 +102,6 @@ class RankCounts:
     query: Index  # [B]
     counts: Tensor  # [B, P] irrelevant candidates at or above each positive
     valid: Tensor  # [B, P] False at the padding
-
-
-class RelevantPairs(Protocol):
-    """Which candidates are relevant to a query, and which are excluded from its list."""
-
-    num_relevant: Index  # [Q]
-
-    def relevant(self, queries: Index) -> tuple[Index, Index]:
-        """Positions in `queries`, ascending, and candidates of all relevant pairs of these queries."""
-        ...
-
-    def excluded(self, queries: Index) -> tuple[Index, Index]:
-        """The same for candidates excluded from a query's list."""
-        ...
-
-
-class SameLabelPairs:
-    """A candidate is relevant if it has the query's label; the query itself, where it is a candidate, is excluded."""
-
-    def __init__(self, labels: Index, ref_labels: Index, self_index: Index | None) -> None:
-        self.order = np.argsort(ref_labels, kind="stable")
-        ascending = ref_labels[self.order]
-        self.first = np.searchsorted(ascending, labels)
-        self.size = np.searchsorted(ascending, labels, side="right") - self.first
-        self.self_index = np.full(len(labels), -1) if self_index is None else self_index
-        itself = (self.self_index >= 0) & (ref_labels[self.self_index] == labels)
-        self.num_relevant: Index = self.size - itself
-
-    def relevant(self, queries: Index) -> tuple[Index, Index]:
-        row, step = _ragged(self.size[queries])
-        candidate = self.order[self.first[queries][row] + step]
-        kept = candidate != self.self_index[queries][row]
-        return row[kept], candidate[kept]
-
-    def excluded(self, queries: Index) -> tuple[Index, Index]:
-        row = np.flatnonzero(self.self_index[queries] >= 0)
-        return row, self.self_index[queries][row]
-
-
-class ListedPairs:
-    """Relevant and excluded candidates listed for every query."""
-
-    def __init__(self, relevant: Sequence[Index], excluded: Sequence[Index]) -> None:
-        self.num_relevant = np.array([len(items) for items in relevant], dtype=np.int64)
-        self.lists = relevant, excluded
-
-    def relevant(self, queries: Index) -> tuple[Index, Index]:
-        return self._pairs(self.lists[0], queries)
-
-    def excluded(self, queries: Index) -> tuple[Index, Index]:
-        return self._pairs(self.lists[1], queries)
-
-    @staticmethod
-    def _pairs(lists: Sequence[Index], queries: Index) -> tuple[Index, Index]:
-        chosen = [lists[query] for query in queries]
-        row = np.repeat(np.arange(len(chosen)), [len(items) for items in chosen])
-        return row, np.concatenate([*chosen, np.empty(0, np.int64)]).astype(np.int64)
 
 
 def pair_bytes(rows: int, width: int) -> int:
@@ -402,9 +345,3 @@ def groups_within(chunk_bytes: Sequence[int], pair_budget: int) -> Iterator[rang
 
 def _length(piece: slice) -> int:
     return int(piece.stop - piece.start)
-
-
-def _ragged(sizes: NDArray[np.int64]) -> tuple[Index, Index]:
-    """Row of each entry of a ragged array with these row sizes, and its position in the row."""
-    row = np.repeat(np.arange(len(sizes)), sizes)
-    return row, np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -25,7 +25,8 @@ from rankgrad.eval.memory_plan import BLOCKS_ALIVE, TILES_ALIVE, limit_error
 from rankgrad.eval.metrics import PositiveRanks, checked_ks, metric_columns, per_query
 from rankgrad.eval.nearest import candidates_of, hide_self, scores_of, sort_keys
 from rankgrad.eval.protocols import PROTOCOLS, type_of
-from rankgrad.eval.rank_counts import PositiveCounts, ProgressCounter, SameLabelPairs, groups_within, pair_bytes
+from rankgrad.eval.rank_counts import PositiveCounts, ProgressCounter, groups_within, pair_bytes
+from rankgrad.eval.relevant_pairs import SameLabelPairs
 from rankgrad.eval.result import Result
 from rankgrad.ops.sources import split, tile_side
 

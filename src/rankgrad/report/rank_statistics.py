@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from rankgrad.eval.embedding_blocks import EmbeddingRows
 from rankgrad.eval.metrics import PositiveRanks
-from rankgrad.eval.rank_counts import MEMORY_LIMIT, ProgressCounter, SameLabelPairs, count_against_gallery
+from rankgrad.eval.rank_counts import MEMORY_LIMIT, ProgressCounter, count_against_gallery
+from rankgrad.eval.relevant_pairs import SameLabelPairs
 from rankgrad.report.run_reader import Evaluation, Index
 
 MAX_QUERIES = 2000
