@@ -74,7 +74,7 @@ class Observer:
 
     def decoding(self) -> bool:
         """Whether decoded images are being written."""
-        return self.cache is not None and any(self.cache.glob("*.tmp"))
+        return self.cache is not None and any(self.cache.glob(".writing-*"))
 
     def starts(self) -> int:
         """How often the run was started or resumed."""
