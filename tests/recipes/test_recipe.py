@@ -2,7 +2,10 @@
 
 import argparse
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
+from textwrap import dedent
 from typing import get_args
 
 import pytest
@@ -94,6 +97,9 @@ def test_every_setting_is_a_flag_with_help():
     for name, entry in settings_of(RetrievalRecipe).items():
         assert re.search(rf"^  {flag_of(name)}\b", text, re.MULTILINE), name
         assert entry.help
+        # every choice is named, in the help or in what stands for the value
+        shown = " ".join(text.partition(f"\n  {flag_of(name)}")[2].split("\n  --")[0].replace("-\n", "-").split())
+        assert all(choice in shown.replace("- ", "-") for choice in entry.choices), name
     headings = re.findall(r"^([a-z ]+):$", text, re.MULTILINE)
     assert headings[-len(get_args(Group)) :] == list(get_args(Group)), "in the order of the schema"
 
@@ -183,6 +189,28 @@ def test_registries_and_literal_types_are_the_choices():
     assert known["crop"].choices == get_args(Crop)
     assert known["keep"].choices == ("auto",)
     assert all(name in known["trunk"].help for name in trunk_names())
+
+
+def test_a_preset_is_a_choice_of_the_command_line_where_it_is_defined():
+    code = """
+        import rankgrad as rg
+        from rankgrad.losses.rank_loss import PRESETS, preset
+
+        @preset("sharper-ap", tau="tau")
+        class SharperAPLoss(rg.SmoothAPLoss):
+            pass
+
+        from rankgrad.cli.parser import Parser, add_settings, changed_settings
+        from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+
+        parser = Parser("rankgrad train", "trains")
+        add_settings(parser, RetrievalRecipe)
+        changes = changed_settings(parser.parse(["--loss", "sharper-ap", "--tau", "0.005"]), RetrievalRecipe)
+        recipe = RetrievalRecipe(name="mine").with_settings(changes)
+        print(type(PRESETS[recipe.loss].build(recipe)).__name__, parser.format_help().count("sharper-ap"))
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(code)], check=True, capture_output=True, text=True)
+    assert done.stdout == "SharperAPLoss 1\n"
 
 
 def test_a_subclass_changes_a_default_alone():

@@ -142,6 +142,17 @@ def test_a_report_of_it(made, tmp_path, capsys):
     assert "R@1" in page
 
 
+def test_results_with_the_same_labels_are_compared(made, tmp_path, capsys):
+    embeddings, labels = made
+    write_labels(tmp_path / "y.csv", labels)
+    for name, noise in (("a", 0.0), ("b", 2.0)):
+        np.save(f"{name}.npy", embeddings + noise * np.random.default_rng(1).normal(size=embeddings.shape))
+        assert cli.main(["eval", "--embeddings", f"{name}.npy", "--labels", "y.csv", "--device", "cpu"]) == 0
+    assert cli.main(["report", "runs/eval-a", "runs/eval-b"]) == 0
+    page = (tmp_path / "report-eval-a-eval-b.html").read_text(encoding="utf-8")
+    assert "paired bootstrap interval" in page
+
+
 @pytest.mark.parametrize(
     ("prepare", "arguments", "message"),
     [

@@ -78,7 +78,9 @@ def add_settings(
         if only is not None and name not in only:
             continue
         group = groups.get(setting.group) or groups.setdefault(setting.group, parser.add_argument_group(setting.group))
-        text = in_flags(setting.help, settings_of(kind)).replace("%", "%%")
+        words = "|".join(setting.choices) if setting.kind is str else ""
+        is_short = 0 < len(words) < 60
+        text = in_flags(setting.help if is_short else setting.description, settings_of(kind)).replace("%", "%%")
         if defaults is not None:
             text += f" [{format_value(getattr(defaults, name)).replace('%', '%%')}]"
         if setting.kind is bool:
@@ -86,8 +88,7 @@ def add_settings(
                 flag_of(name), dest=name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
             )
         else:
-            words = "|".join(setting.choices) if setting.kind is str else ""
-            metavar = f"{{{words}}}" if words and len(words) < 60 else name.upper()
+            metavar = f"{{{words}}}" if is_short else name.upper()
             group.add_argument(flag_of(name), dest=name, metavar=metavar, default=argparse.SUPPRESS, help=text)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rankgrad._files import replace_file
 from rankgrad._messages import did_you_mean, format_duration, printable, table
 from rankgrad.cli.parser import Parser, in_flags
+from rankgrad.runs.task import RETRIEVAL
 
 if TYPE_CHECKING:
     from rankgrad.report.run_reader import Run
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from rankgrad.runs.task import Task
 
 NUMBERS = "figures.json"
-RETRIEVAL = "retrieval"
 
 
 def recipes(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
@@ -68,8 +68,8 @@ def describe_recipe(recipe: "Recipe") -> str:
 
     known = settings_of(type(recipe))
     settings = [
-        (name, format_value(getattr(recipe, name)), in_flags(entry.help, known)) for name, entry in known.items()
-    ]  # fmt: skip
+        (name, format_value(getattr(recipe, name)), in_flags(entry.description, known)) for name, entry in known.items()
+    ]
     parts = [f"{recipe.name}: {recipe.what}", table(["setting", "value", "meaning"], settings, align="lll", indent="  ")]
     if recipe.published:
         rows = [

@@ -43,21 +43,19 @@ class DetectionRecipe(Recipe):
     norm: Norm = setting(
         "auto", "normalisation layers; 'auto': frozen batch norm with weights, group norm without", group="model"
     )
-    trainable_stages: int = setting(
-        3, "stages of a pretrained backbone that are trained", group="model", least=0, most=5
-    )  # fmt: skip
-    anchor_scale: float = setting(
-        8.0, "side of a square anchor, in strides of its level", group="model", least=0.5, most=64.0
-    )  # fmt: skip
+    trainable_stages: int = setting(3, "stages of a pretrained backbone that are trained", group="model", least=0, most=5)
+    anchor_scale: float = setting(8.0, "side of a square anchor, in strides of its level", group="model", least=0.5, most=64.0)
     proposals: int = setting(2000, "proposals of an image passed to the region heads", group="model", least=1)
     regions: int = setting(512, "regions of an image sampled for the losses", group="model", least=4)
     score_threshold: float = setting(0.05, "smallest score of a reported box", group="model", least=0.0, most=1.0)
 
     loss: DetectionLoss = setting("rambo-ap", "classification loss; those of boxes and proposals stay", group="loss")
     lam: float = setting(
-        0.5, "interpolation strength of the blackbox gradient, on ranks divided by the list's length",
-        group="loss", least=1e-9,
-    )  # fmt: skip
+        0.5,
+        "interpolation strength of the blackbox gradient, on ranks divided by the list's length",
+        group="loss",
+        least=1e-9,
+    )
     margin: float = setting(0.15, "margin between positives and negatives", group="loss", least=0.0)
     margin_cap: bool = setting(
         True,

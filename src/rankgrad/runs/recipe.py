@@ -78,6 +78,13 @@ class Setting:
     least: float | None
     most: float | None
 
+    @property
+    def description(self) -> str:
+        """The help, and the choices where it does not explain them."""
+        if self.kind is not str or all(choice in self.help for choice in self.choices):
+            return self.help
+        return f"{self.help}; one of {', '.join(self.choices)}"
+
     def check(self, value: Any) -> Any:
         """`value` in the setting's own type; a list becomes a tuple, an integer a float.
 
@@ -239,9 +246,7 @@ class Recipe:
     epochs: int = setting(30, "passes over the training data; 0: test the untrained network", group="optimisation", least=0)
     steps: int = setting(0, "number of steps, in place of epochs; 0: epochs decide", group="optimisation", least=0)
     clip: float = setting(0.0, "largest norm of the gradient; 0: no limit", group="optimisation", least=0.0)
-    precision: Precision = setting(
-        "float32", "of the network; the loss is always computed in float32", group="optimisation"
-    )  # fmt: skip
+    precision: Precision = setting("float32", "of the network; the loss is always computed in float32", group="optimisation")
     chunk_size: int | Literal["auto"] = setting(
         0,
         "images in the network at once; 0: the whole batch; 'auto': as many as fit in memory",

@@ -132,16 +132,16 @@ class RetrievalRecipe(Recipe):
         choices=(*PRESETS, f"{METRIC_LEARNING}NAME"),
     )
     loss_args: str = setting("", "constructor arguments of a pml: loss, as name=value,name=value", group="loss")
-    loss_lr: float = setting(
-        1.0, "learning rate of a pml: loss's own parameters, as a multiple of lr", group="loss", least=0.0
-    )  # fmt: skip
+    loss_lr: float = setting(1.0, "learning rate of a pml: loss's own parameters, as a multiple of lr", group="loss", least=0.0)
     miner: str = setting("", "miner of pytorch-metric-learning for a pml: loss", group="loss")
     miner_args: str = setting("", "constructor arguments of the miner, as name=value,name=value", group="loss")
     bins: int = setting(10, "histogram bins (fastap)", group="loss", least=1)
     lam: float = setting(
-        4.0, "interpolation strength of the blackbox gradient, on ranks divided by the list's length (rambo)",
-        group="loss", least=1e-9,
-    )  # fmt: skip
+        4.0,
+        "interpolation strength of the blackbox gradient, on ranks divided by the list's length (rambo)",
+        group="loss",
+        least=1e-9,
+    )
     margin: float = setting(0.02, "margin between relevant and other scores (rambo)", group="loss", least=0.0)
     weighting: Weighting = setting("loglog", "weighting of ranks (rambo-recall)", group="loss")
     tau: float = setting(0.01, "temperature on score differences (recall-at-k, smooth-ap)", group="loss", least=1e-9)
@@ -154,13 +154,9 @@ class RetrievalRecipe(Recipe):
         False, "rank the query in its own list, as the published code does (recall-at-k)", group="loss"
     )
     simix: bool = setting(False, "add virtual examples between all pairs of a class", group="loss")
-    memory: int = setting(
-        0, "past batches whose embeddings are added to the ranked lists", group="loss", least=0
-    )  # fmt: skip
+    memory: int = setting(0, "past batches whose embeddings are added to the ranked lists", group="loss", least=0)
 
-    head_lr: float = setting(
-        1.0, "learning rate of the embedding layer, as a multiple of lr", group="optimisation", least=0.0
-    )  # fmt: skip
+    head_lr: float = setting(1.0, "learning rate of the embedding layer, as a multiple of lr", group="optimisation", least=0.0)
     gem_lr: float = setting(1.0, "learning rate of GeM's exponent, as a multiple of lr", group="optimisation", least=0.0)
     decay_norms: bool = setting(True, "apply weight decay to norms and biases too", group="optimisation")
     decay_gem: bool = setting(False, "apply weight decay to GeM's exponent too", group="optimisation")
@@ -169,12 +165,13 @@ class RetrievalRecipe(Recipe):
     )
     compile: bool = setting(False, "torch.compile the network", group="optimisation")
     cuda_graphs: bool = setting(True, "replay the network as CUDA graphs on a GPU", group="optimisation")
-    channels_last: bool = setting(
-        True, "channels-last memory format, faster for convolutions", group="optimisation"
-    )  # fmt: skip
+    channels_last: bool = setting(True, "channels-last memory format, faster for convolutions", group="optimisation")
     keep: Keep = setting(
-        "auto", "chunks whose activations are kept instead of recomputed", group="optimisation", least=0
-    )  # fmt: skip
+        "auto",
+        "chunks whose activations are kept instead of recomputed; 'auto': as many as fit in memory",
+        group="optimisation",
+        least=0,
+    )
 
     validation: Validation = setting(
         "none",
