@@ -539,6 +539,16 @@ def test_embeddings_that_are_nan_stop_the_run_with_any_loss_and_name_the_batch(t
     assert entries(tmp_path, "end")[0]["reason"] == "error"
 
 
+def test_a_loss_that_fails_on_nan_is_explained_by_the_embeddings(tmp_path):
+    def strict(embeddings, labels):
+        if not embeddings.isfinite().all():
+            raise IndexError("index -9223372036854775808 is out of bounds")
+        return embeddings.square().mean()
+
+    with pytest.raises(TrainingError, match=r"step 3: the embeddings are NaN or infinite; the batch was images \d+, "):
+        train(tmp_path, model=NaNWeights(3), loss=strict)
+
+
 class CPUShort(Limited):
     """Says so as the CPU's allocator does."""
 

@@ -1,6 +1,7 @@
 """One optimizer step: gradients in any number of chunks, optimizer, learning-rate schedule, recovery from lack of memory."""
 
 import bisect
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -232,9 +233,14 @@ class TrainStep:
     def _check_embeddings(self, step: int, indices: Tensor, error: Exception) -> None:
         """Explains an error of a loss that was given embeddings which are not finite."""
         embeddings = getattr(self._large, "embeddings", None)
-        if embeddings is not None and not bool(torch.isfinite(embeddings).all()):
-            fact = f"step {step + 1}: the embeddings are NaN or infinite"
-            raise NotFiniteError(fact, self.guard.describe(indices)) from error
+        with contextlib.suppress(RuntimeError):  # a GPU that has failed cannot tell
+            if embeddings is None or bool(torch.isfinite(embeddings).all()):
+                return
+            fact, images = f"step {step + 1}: the embeddings are NaN or infinite", self.guard.describe(indices)
+            if self.processes.size == 1:
+                raise NotFiniteError(fact, images) from error
+            # the other processes may have raised something else, so nothing can be gathered from them
+            raise NotFiniteError(f"{fact} on rank {self.processes.rank}; its part of the batch was images {images}") from error
 
     def _choose_chunk(self, images: Any) -> int:
         """Chunk size that fits on every process, 0 for the whole batch."""
