@@ -9,6 +9,8 @@ import torch
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+# asked once: older torch.compile cannot trace the question
+AUTOCAST_DEVICES = {kind for kind in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(kind)}
 
 
 def available_bytes(device: torch.device | str = "cpu") -> int | None:
@@ -43,7 +45,7 @@ def _available_in_container() -> int | None:
 
 def autocast_disabled(device: torch.device) -> Any:
     """A context in which autocast leaves operations on `device` in their own precision: ranks of 16-bit scores lose order."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
