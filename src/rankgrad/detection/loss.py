@@ -76,7 +76,7 @@ class DetectionAPLoss(MulticlassRankLoss):
             without cap.
         cuda_graphs: replay calls as CUDA graphs, see `RankLoss`. Each number of regions keeps the memory of one call: turn it
             off where that number is seldom the same.
-        validate: check that logits are finite and targets are classes, which waits for the device.
+        validate: check that logits are finite and targets are classes, which synchronises.
     """
 
     def __init__(

@@ -89,6 +89,7 @@ class PositiveScores:
     num_relevant: Tensor  # [B] int64
     list_length: Tensor  # [B] int64, number of ranked candidates
     rank_dtype: torch.dtype  # wide enough for exact integer ranks
+    one_tile: bool = False  # all scores of the call are one tile, so that comparisons with it may be kept
     columns: Tensor | None = None  # [P, B] the scores as the kernels compare them, in multiples of a score scale
 
     def fill(self, values: Tensor, value: float) -> Tensor:

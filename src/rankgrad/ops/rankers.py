@@ -121,15 +121,15 @@ class Sigmoid(Ranker):
         check_positive(self.tau, name="tau", caller="Sigmoid")
 
     def thresholds(self, positives: PositiveScores, key: int) -> SigmoidThresholds:
-        return SigmoidThresholds(positives.scores.t().contiguous())
+        return SigmoidThresholds(positives.scores.t().contiguous(), keep=positives.one_tile)
 
     def _ahead(self, tile: Tensor, threshold: Tensor, out: Tensor) -> Tensor:
         return torch.sub(tile, threshold[..., None], out=out).mul_(1 / self.tau).sigmoid_()
 
     def count_tile(self, tile: Tensor, thresholds: SigmoidThresholds, key: int) -> Tensor:
-        if thresholds.columns.shape[0] * tile.numel() <= KEPT_SIGMOIDS and not thresholds.kept:
+        if thresholds.keep and thresholds.columns.shape[0] * tile.numel() <= KEPT_SIGMOIDS:
             ahead = tile.new_empty(thresholds.columns.shape[0], *tile.shape)
-            thresholds.kept[key] = self._ahead(tile, thresholds.columns, ahead)
+            thresholds.tile = self._ahead(tile, thresholds.columns, ahead)
             return ahead.sum(dim=2).t()
         scratch = torch.empty_like(tile)  # one for all: on a CPU fresh memory costs more than what is done with it
         return _columns([self._ahead(tile, threshold, scratch).sum(dim=1) for threshold in thresholds.columns], tile)
@@ -149,7 +149,7 @@ class Sigmoid(Ranker):
         for start in range(0, tile.shape[0], step):
             rows = slice(start, start + step)
             ahead = (tile[rows, None, :] - positives.scores[rows, :, None]).mul_(inverse).sigmoid_()
-            if ahead.numel() <= KEPT_SIGMOIDS and step >= tile.shape[0]:
+            if thresholds.keep and ahead.numel() <= KEPT_SIGMOIDS and step >= tile.shape[0]:
                 thresholds.among = ahead
             yield rows, ahead
 
@@ -166,9 +166,8 @@ class Sigmoid(Ranker):
     def tile_backward(
         self, tile: Tensor, thresholds: SigmoidThresholds, rank_grad: tuple[Tensor, Tensor], key: int
     ) -> tuple[Tensor, Tensor]:
-        kept = thresholds.kept.get(key)
-        if kept is not None:
-            slope = torch.ops.aten.sigmoid_backward(rank_grad[0][:, :, None], kept)
+        if thresholds.tile is not None:
+            slope = torch.ops.aten.sigmoid_backward(rank_grad[0][:, :, None], thresholds.tile)
             return slope.sum(dim=0), slope.sum(dim=2).neg_().t()
         gradient, scratch = torch.zeros_like(tile), torch.empty_like(tile)
         d_thresholds = []

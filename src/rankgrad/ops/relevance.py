@@ -332,7 +332,7 @@ class MaskRelevance:
         else:
             is_relevant, list_length = is_relevant & candidates, _true_per_row(candidates)
         flat = is_relevant.reshape(-1).nonzero().view(-1)
-        if queries == 1:  # a long list is worth a shortcut: no copies, and nothing more to wait for
+        if queries == 1:  # a long list is worth a shortcut: no copies, and no further synchronisation
             num_relevant = torch.full_like(list_length, len(flat))
             return cls(
                 is_relevant,

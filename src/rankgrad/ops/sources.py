@@ -292,6 +292,7 @@ class OneTileScores:
             num_relevant=r.num_relevant,
             list_length=r.list_length,
             rank_dtype=scores.dtype,
+            one_tile=True,
         )
 
     def count(self, ops: Ranker, thresholds: list[Any], seed: int) -> list[Tensor]:

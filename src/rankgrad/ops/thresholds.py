@@ -10,7 +10,7 @@ Dimension letters:  B rows   P thresholds of a row   Z scores of a row
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -262,8 +262,9 @@ def _positions(tile: Tensor, *sets: Thresholds) -> Iterator[tuple[slice, list[Te
 
 @dataclass
 class SigmoidThresholds:
-    """The scores of the positives, and small sets of comparisons that are kept for the backward pass."""
+    """The scores of the positives, and for a batch of one tile the comparisons, kept for the backward pass."""
 
     columns: Tensor  # [P, B]: a threshold is contiguous over queries in both roles of a tile
-    kept: dict[int, Tensor] = field(default_factory=dict)  # [P, B, Z] of one tile, by its key
+    keep: bool = False
+    tile: Tensor | None = None  # [P, B, Z] comparisons with the tile
     among: Tensor | None = None  # [B, P, P] of the positives with each other
