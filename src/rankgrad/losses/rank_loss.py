@@ -33,9 +33,8 @@ class RankLoss(nn.Module):
         loss(embeddings, labels, ref_emb, ref_labels)     queries against references
         loss.from_scores(scores, relevance)               lists of ready scores
 
-    Labels may come in any order with any number of items per class; a candidate is relevant if it has the query's label.
-    Nothing of size queries x candidates is kept beyond one tile, in forward or backward: memory is O(items x dimensions +
-    relevant pairs).
+    Labels come in any order with any number of items per class; a candidate is relevant if it has the query's label. Nothing
+    of size queries x candidates is kept beyond one tile: memory is O(items x dimensions + relevant pairs).
 
     Args:
         ranker: `Exact()`, `Sigmoid(tau)`, `Blackbox(lam, margin)`, `Histogram(bins)`.
@@ -44,7 +43,7 @@ class RankLoss(nn.Module):
         reduction: "mean" over the queries that count, weighted where a call has `weights`, or "none" for one loss per query in
             the order of the queries. `(losses * loss.query_weights).sum()` is then the mean, in value and gradient.
         empty_query: a query without relevant candidates leaves the mean ("skip"), enters it with loss 0 ("zero"), or
-            raises ("error", which synchronises with the device). With reduction "none" its loss is 0.
+            raises ("error", which synchronises). With reduction "none" its loss is 0.
         backend: "triton" (fused GPU kernels), "tiled" (plain torch, any device), "reference" (the definition, slow,
             float64), or "auto", which takes the kernels where they can run. A request that cannot be met raises.
         precision: of the kernels' scores: "high" (three float16 products, as good as float32), "fast" (one), or "auto":
@@ -52,6 +51,7 @@ class RankLoss(nn.Module):
         cuda_graphs: replay a small batch on a GPU as CUDA graphs from its second call on: the host then starts three graphs
             and not hundreds of kernels. Each shape keeps the memory of one call until `clear_graphs()`.
         validate: check tensor contents too (finite embeddings and scores, relevance not negative), which synchronises.
+        ignore_label: label of distractors: candidates that are relevant to no query, and queries that are empty.
 
     After a call `used_queries` is the number of queries with a relevant candidate and `query_weights` the weight of each query
     in the mean, one number where all weigh the same. Both are device tensors; reading them synchronises.
@@ -72,6 +72,7 @@ class RankLoss(nn.Module):
         precision: ScorePrecision = "auto",
         cuda_graphs: bool = True,
         validate: bool = False,
+        ignore_label: int | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(ranker, Ranker):
@@ -85,7 +86,7 @@ class RankLoss(nn.Module):
         self.ranker, self.objective = ranker, objective
         self.normalize, self.reduction, self.empty_query = normalize, reduction, empty_query
         self.backend, self.precision, self.cuda_graphs, self.validate = backend, precision, cuda_graphs, validate
-        self.rank_self = False  # whether a query is an irrelevant candidate of its own list
+        self.ignore_label, self.rank_self = ignore_label, False  # rank_self: the query is an irrelevant candidate of its list
         self._graphs = GraphCache()
 
     @property
@@ -107,12 +108,11 @@ class RankLoss(nn.Module):
     ) -> Tensor:
         """Loss of embeddings [Q, d] with labels [Q], ranked against themselves or against references [C, d].
 
-        `self_index` [Q] is the position of each query among the references, -1 for a query that is not among them; a query
-        is never its own candidate. Without references query i is candidate i. `weights` [Q] of at least 0 weigh the queries in
-        the mean.
+        `self_index` [Q] is the position of each query among the references, -1 where it is not among them; a query is never
+        its own candidate. Without references query i is candidate i. `weights` [Q] of at least 0 weigh queries in the mean.
         """
         check_batch(embeddings, labels, ref_emb, ref_labels, self_index, weights, validate=self.validate, caller=self.name)
-        relevance = Labels(labels, ref_labels, self_index, self.rank_self)
+        relevance = self.relevance(labels, ref_labels, self_index)
         return self.of_embeddings(embeddings, ref_emb, relevance, weights=weights)
 
     def shard_loss(
@@ -125,14 +125,15 @@ class RankLoss(nn.Module):
         *,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """What the queries `rows` contribute to the loss of a batch: the shards of a batch sum up to its loss.
-
-        References, where given, begin with the batch itself.
-        """
+        """What the queries `rows` add to the loss of a batch, which its shards sum up to. References begin with the batch."""
         check_batch(embeddings, labels, ref_emb, ref_labels, None, weights, validate=self.validate, caller=self.name)
         self_index = None if ref_labels is None else torch.arange(len(labels), device=labels.device)
-        relevance = Labels(labels, ref_labels, self_index, self.rank_self)
+        relevance = self.relevance(labels, ref_labels, self_index)
         return self.of_embeddings(embeddings, ref_emb, relevance, weights=weights, shard=rows)
+
+    def relevance(self, labels: Tensor, ref_labels: Tensor | None = None, self_index: Tensor | None = None) -> Labels:
+        """Who is relevant to whom by labels, with the settings of this loss."""
+        return Labels.of(labels, ref_labels, self_index, rank_self=self.rank_self, ignore_label=self.ignore_label)
 
     def of_embeddings(self, queries: Tensor, candidates: Tensor | None, relevance: Labels, **options: Any) -> Tensor:
         """`embedding_losses` with the settings of this loss."""
@@ -146,13 +147,12 @@ class RankLoss(nn.Module):
         """Loss of ready scores [Q, n], or of one list [n], higher is nearer. The query itself must not be among them.
 
         Args:
-            scores: floating-point scores.
+            scores: floating point.
             relevance: of the same shape; bool, or graded with numbers of at least 0, relevant where above 0.
             candidates: bool of the same shape, False for scores that are not ranked at all.
             weights: [Q] of the lists in the mean, at least 0.
         """
-        caller = f"{self.name}.from_scores"
-        check_scores(scores, relevance, candidates, weights, validate=self.validate, caller=caller)
+        check_scores(scores, relevance, candidates, weights, validate=self.validate, caller=f"{self.name}.from_scores")
         if scores.ndim == 1:
             scores, relevance = scores[None], relevance[None]
             candidates = None if candidates is None else candidates[None]
@@ -163,7 +163,6 @@ class RankLoss(nn.Module):
 
     @property
     def config(self) -> LossConfig:
-        """The settings of this loss as one value."""
         compute = Compute(self.normalize, self.backend, self.precision, self.cuda_graphs)
         return LossConfig(self.ranker, self.objective, Reduction(self.reduction, self.empty_query), compute)
 

@@ -63,17 +63,20 @@ class SiMix(nn.Module):
 
     def draw(self, labels: Tensor, like: Tensor) -> Tensor:
         """The alpha of every virtual example of a batch, in the precision of scores of `like`, on its device."""
+        return self._draw(len(same_class_pairs(self.loss.relevance(labels).labels)[0]), like)
+
+    def _draw(self, pairs: int, like: Tensor) -> Tensor:
         device = like.device if self.generator is None else self.generator.device
         dtype = torch.promote_types(like.dtype, torch.float32)
-        pairs = len(same_class_pairs(labels)[0])
         return torch.rand(pairs, generator=self.generator, device=device, dtype=dtype).to(like.device)
 
     def _mixed(self, embeddings: Tensor, labels: Tensor, alpha: Tensor | None) -> tuple[Mixture, Labels]:
         """How originals and virtual examples are mixed from the originals, and the labels of both."""
         check_embeddings(embeddings, name="embeddings", caller="SiMix")
         check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller="SiMix")
+        labels = self.loss.relevance(labels).labels
         first, second = (pair.to(embeddings.device) for pair in same_class_pairs(labels))
-        alpha = self.draw(labels, embeddings) if alpha is None else alpha
+        alpha = self._draw(len(first), embeddings) if alpha is None else alpha
         alone = torch.arange(len(labels), device=embeddings.device)
         mixture = (
             torch.cat((alone, first)),

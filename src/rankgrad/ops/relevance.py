@@ -77,6 +77,26 @@ class Labels:
     self_index: Tensor | None = None  # [Q] the query among the references, -1 where it is not
     rank_self: bool = False  # the query stays in its own list as an irrelevant candidate
 
+    @classmethod
+    def of(
+        cls,
+        labels: Tensor,
+        ref_labels: Tensor | None = None,
+        self_index: Tensor | None = None,
+        *,
+        rank_self: bool = False,
+        ignore_label: int | None = None,
+    ) -> "Labels":
+        """Items with `ignore_label` are relevant to nothing, and nothing is relevant to them."""
+        if ignore_label is None:
+            return cls(labels, ref_labels, self_index, rank_self)
+        # labels become indices, which leaves the numbers beyond them for classes of one; shapes stay, so calls can be captured
+        together = labels if ref_labels is None else torch.cat((labels, ref_labels.to(labels.device)))
+        index = torch.searchsorted(together.sort().values, together.contiguous())
+        alone = torch.arange(len(together), 2 * len(together), device=together.device)
+        index = torch.where(together == ignore_label, alone, index)
+        return cls(index[: len(labels)], None if ref_labels is None else index[len(labels) :], self_index, rank_self)
+
     @property
     def num_queries(self) -> int:
         return len(self.labels)
