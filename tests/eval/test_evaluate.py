@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankgrad.eval import evaluate, expected_memory
-from rankgrad.eval.embedding_blocks import normalize_rows
+from rankgrad.eval.embedding_blocks import to_unit_length
 
 KS = (1, 2, 5, 50)
 
@@ -237,7 +237,7 @@ def test_norms_that_overflow_or_underflow_change_nothing(scale):
 def test_ordinary_rows_are_normalised_to_the_same_bits_as_by_torch():
     rows = torch.randn(500, 33) * torch.logspace(-8, 8, 500)[:, None]
     rows[7] = 0
-    assert torch.equal(normalize_rows(rows), torch.nn.functional.normalize(rows, dim=1))
+    assert torch.equal(to_unit_length(rows), torch.nn.functional.normalize(rows, dim=1))
 
 
 @pytest.mark.parametrize("kind", [list, np.array, lambda names: np.array(names, dtype=object)])

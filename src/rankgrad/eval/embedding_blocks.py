@@ -115,11 +115,11 @@ class EmbeddingRows:
             raise ValueError(
                 f"{self.caller}: {self.name} must be finite, got {bad} NaN or infinite values in one block of rows"
             )
-        return (normalize_rows(rows) if self.normalize else rows).float()
+        return (to_unit_length(rows) if self.normalize else rows).float()
 
 
-def normalize_rows(rows: Tensor) -> Tensor:
-    """Scale rows to length 1, also those whose squares overflow or underflow; a row of zeros stays one.
+def to_unit_length(rows: Tensor) -> Tensor:
+    """Scale rows to length 1 without a gradient, also those whose squares overflow or underflow; zeros stay zeros.
 
     Rows are brought near 1 by a power of two first, which is exact, so that for ordinary rows the result is that of
     `torch.nn.functional.normalize` to the last bit.
