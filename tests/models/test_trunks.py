@@ -275,9 +275,9 @@ def test_a_factory_says_how_its_pixels_are_normalised_and_whether_it_is_pretrain
     [
         ("own_network:maps", ValueError, "'own_network:maps' cannot be imported .*run the command from the folder"),
         ("own_networks:map", ValueError, "own_networks has no 'map'; did you mean 'maps'"),
-        ("own_networks:number", TypeError, "must be a function or class, got int"),
-        ("own_networks:text", TypeError, "must return an nn.Module or a Trunk, got 'a network'"),
-        ("own_networks:pair", TypeError, "a trunk must return a tensor, got tuple"),
+        ("own_networks:number", ValueError, "must be a function or class, got int"),
+        ("own_networks:text", ValueError, "must return an nn.Module or a Trunk, got 'a network'"),
+        ("own_networks:pair", ValueError, "a trunk must return a tensor, got tuple"),
     ],
 )
 def test_a_factory_that_does_not_work_is_answered_with_a_sentence(own_module, name, error, message):

@@ -169,7 +169,13 @@ def _from_timm(name: str, pretrained: bool) -> Trunk:
     wanted = SHORT_NAMES.get(name, name.removeprefix("timm/"))
     if not timm.is_model(wanted):
         otherwise = f"choose one of {', '.join(trunk_names())}, or a name of timm.list_models()"
-        near = did_you_mean(wanted, [*trunk_names(), *timm.list_models()], most=4, cutoff=0.5, otherwise=otherwise)
+        near = did_you_mean(
+            wanted,
+            {**dict.fromkeys(trunk_names()), **dict.fromkeys(timm.list_models())},
+            most=4,
+            cutoff=0.5,
+            otherwise=otherwise,
+        )
         raise ValueError(f"build_model: unknown trunk {name!r}; {near}")
     try:
         config = timm.models.get_pretrained_cfg(wanted, allow_unregistered="." not in wanted)
@@ -252,7 +258,7 @@ def _feature_shape(body: nn.Module, side: int) -> torch.Size:
             features = body(torch.zeros(1, 3, side, side))
     body.train(was_training)
     if not isinstance(features, Tensor):
-        raise TypeError(f"build_model: a trunk must return a tensor, got {type(features).__name__}")
+        raise ValueError(f"build_model: a trunk must return a tensor, got {type(features).__name__}")
     return features.shape
 
 
@@ -290,12 +296,12 @@ def _from_factory(name: str, pretrained: bool) -> Trunk:
         near = did_you_mean(attribute, [key for key in vars(sys.modules[module_name]) if not key.startswith("_")])
         raise ValueError(f"build_model: {module_name} has no {attribute!r}; {near}") from error
     if not callable(factory):
-        raise TypeError(f"build_model: trunk {name!r} must be a function or class, got {type(factory).__name__}")
+        raise ValueError(f"build_model: trunk {name!r} must be a function or class, got {type(factory).__name__}")
     body = factory(**({"pretrained": pretrained} if "pretrained" in inspect.signature(factory).parameters else {}))
     if isinstance(body, Trunk):
         return replace(body, name=name)
     if not isinstance(body, nn.Module):
-        raise TypeError(f"build_model: trunk {name!r} must return an nn.Module or a Trunk, got {shorten(body)}")
+        raise ValueError(f"build_model: trunk {name!r} must return an nn.Module or a Trunk, got {shorten(body)}")
     side = int(getattr(body, "input_size", 224))
     mean, std = (tuple(getattr(body, key, default)) for key, default in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)))
     return _inspected(name, body, side, mean, std)
