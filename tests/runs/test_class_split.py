@@ -47,7 +47,7 @@ def test_a_run_records_its_split_and_keeps_it(classes, tmp_path, capsys):
     assert recipe.split_seed == 3
     assert train_classes(recipe, classes) != {f"class-{i}" for i in range(5)}
     assert train("--resume", run, "--split-seed", 4) == 2
-    assert "split_seed was 3 and is 4" in capsys.readouterr().err
+    assert "--split-seed was 3 and is 4" in capsys.readouterr().err
 
 
 def test_a_run_from_before_random_splits_goes_on_with_its_own(classes, tmp_path, capsys):

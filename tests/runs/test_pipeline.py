@@ -15,11 +15,13 @@ from rankgrad import cli
 from rankgrad.data.table import Table
 from rankgrad.eval import evaluate
 from rankgrad.recipes.catalogue import find
-from rankgrad.runs.pipeline import comparison, start_run
+from rankgrad.runs.pipeline import start_run
 from rankgrad.runs.recipe import Published
+from rankgrad.runs.results_table import comparison
+from rankgrad.runs.retrieval_batches import SubsetSampler, largest_batch, make_sampler
 from rankgrad.runs.retrieval_evaluation import RetrievalEvaluation
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
-from rankgrad.runs.retrieval_task import RetrievalTask, SubsetSampler, largest_batch, make_sampler, whiten
+from rankgrad.runs.retrieval_task import RetrievalTask, whiten
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RunContext
 from rankgrad.train.processes import ALONE

@@ -8,7 +8,7 @@ from rankgrad._messages import printable
 from rankgrad.cli.parser import Parser, device_named
 from rankgrad.cli.show_commands import next_steps
 from rankgrad.runs.embedding_files import evaluate_files, read_embeddings, save_evaluation
-from rankgrad.runs.pipeline import comparison
+from rankgrad.runs.results_table import comparison
 
 
 def add_embedding_files(parser: Parser) -> None:

@@ -10,7 +10,8 @@ from rankgrad.data.samplers import Sequential
 from rankgrad.eval import evaluate, evaluate_sharded
 from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.runs.data_cache import Split
-from rankgrad.runs.retrieval_task import RetrievalTask, SubsetSampler
+from rankgrad.runs.retrieval_batches import SubsetSampler
+from rankgrad.runs.retrieval_task import RetrievalTask
 from rankgrad.train.large_batch import LargeBatch
 from rankgrad.train.processes import ALONE, Processes
 from rankgrad.train.sharding import check_batch_norm_is_synchronised, full_tensors, wrap_model

@@ -17,8 +17,9 @@ from rankgrad.data.preprocessing import ImageInput, Preprocessing
 from rankgrad.data.table import Table
 from rankgrad.models import Embedder, embed_multiscale, trust_factory
 from rankgrad.runs.embedding import MultiScale, embed_batch
+from rankgrad.runs.retrieval_batches import EMBEDDING_BATCH
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
-from rankgrad.runs.retrieval_task import EMBEDDING_BATCH, RetrievalTask
+from rankgrad.runs.retrieval_task import RetrievalTask
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RunContext
 from rankgrad.search.gallery import Gallery
