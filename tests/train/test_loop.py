@@ -639,6 +639,13 @@ def sign(folder):
     (folder / "manifest.json").write_text(json.dumps(entries))
 
 
+def test_settings_that_a_later_version_adds_do_not_stand_in_the_way(tmp_path):
+    train(tmp_path, changed(epochs=1), identity={"data": "sop"})
+    train(tmp_path, identity={"data": "sop", "miner": ""}, resume=True)
+    with pytest.raises(ValueError, match="miner was '' and is 'hard'"):
+        train(tmp_path, identity={"data": "sop", "miner": "hard"}, resume=True)
+
+
 def test_a_run_whose_state_was_pickled_is_continued_exactly(tmp_path):
     """As earlier versions wrote it, with their settings."""
     train(tmp_path / "a", changed(epochs=0, steps=7), loss=remembering())

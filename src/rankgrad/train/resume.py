@@ -134,10 +134,11 @@ def restore(checkpoint: Checkpoint, step: TrainStep, identity: Mapping[str, Any]
 
 
 def _differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    # a name that the saved run does not have is a setting that its version did not have
     return [
-        f"{name} was {saved.get(name)!r} and is {identity.get(name)!r}"
-        for name in sorted(identity.keys() | saved.keys())
-        if saved.get(name) != identity.get(name)
+        f"{name} was {value!r} and is {identity.get(name)!r}"
+        for name, value in sorted(saved.items())
+        if value != identity.get(name)
     ]
 
 
