@@ -53,6 +53,9 @@ def test_a_nan_among_references_or_scores_is_seen_too(name, tile, monkeypatch):
     irrelevant = int((~relevance[0]).nonzero()[0])
     scores[0, irrelevant] = torch.nan
     assert LOSSES[name]().from_scores(scores, relevance).isnan()
+    ranked = torch.ones_like(relevance)
+    ranked[0, irrelevant] = False  # what is not ranked may be anything
+    assert LOSSES[name]().from_scores(scores, relevance, candidates=ranked).isfinite()
     scores[0, irrelevant] = -torch.inf  # a score may be infinite
     assert LOSSES[name]().from_scores(scores, relevance).isfinite()
 

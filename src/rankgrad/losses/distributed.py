@@ -32,9 +32,9 @@ class DistributedRankLoss(nn.Module):
         loss(ddp_model(images), labels).backward()      # images and labels of this process
 
     Value and gradient are those of one process, up to the order of sums, on every process: each ranks its own queries against
-    the candidates of all. Processes may hold different numbers of items, and items without a match among their own. What a
-    `Blackbox` with `margin_noise` and the random layers of a model draw is their own on each process; the virtual examples of
-    `SiMix` are drawn by the first process for all. With one process, or without a process group, it is `loss` itself.
+    the candidates of all. Processes may hold different numbers of items, and items whose positives are on other processes. Each
+    process draws its own random numbers for a `Blackbox` with `margin_noise` and for random layers of the model; the virtual
+    examples of `SiMix` are drawn by the first process for all. With one process, or without a process group, it is `loss`.
 
     After a call `gathered` holds embeddings and labels of the whole batch, `used_queries` counts all processes' queries.
 
@@ -74,7 +74,7 @@ class DistributedRankLoss(nn.Module):
         self.loss.clear_graphs()
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Loss of all processes' embeddings; given are this process's, [items, dimensions], and their labels."""
+        """Loss of the batch of all processes, from the embeddings [items, dimensions] and labels of this one."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
             value: Tensor = self.loss(embeddings, labels)
             self.gathered = embeddings.detach(), labels
@@ -109,7 +109,7 @@ class _Shards:
 
     @classmethod
     def of(cls, embeddings: Tensor, labels: Tensor, group: "dist.ProcessGroup | None") -> "_Shards":
-        """Compares what all processes bring; all of them raise where something does not fit, and none is left waiting."""
+        """Compare the shapes of all processes; all of them raise where they do not fit, so that none hangs."""
         caller = "DistributedRankLoss"
         check_tensor(embeddings, name="embeddings", caller=caller)
         check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller=caller)
@@ -161,21 +161,21 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None]:
-        return ctx.shards.reduce_scatter(incoming).to(ctx.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.shards.reduce_scatter(grad).to(ctx.dtype), None
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of all processes' parts; what comes back for it is everybody's, times a factor."""
+    """The sum of all processes' shards of the loss; its gradient goes to every shard, times a factor."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, factor: int, group: "dist.ProcessGroup | None") -> Tensor:
+    def forward(ctx: Any, shard_loss: Tensor, factor: int, group: "dist.ProcessGroup | None") -> Tensor:
         ctx.factor = factor
-        total = part.detach().clone()
+        total = shard_loss.detach().clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
-        return incoming * ctx.factor, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * ctx.factor, None, None

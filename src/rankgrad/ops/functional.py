@@ -329,10 +329,12 @@ def _run(
     queries: Queries,
     tensors: tuple[Tensor, ...],
     caller: str,
+    *,
+    ranked: Tensor | None = None,
 ) -> LossOutput:
-    """The loss by the autograd function."""
+    """The loss by the autograd function; `ranked` are the scores that must not be NaN where `tensors` hold others too."""
     used = None if queries.none_empty else config.reduction.used_queries(queries.num_relevant, caller)
-    weights = config.reduction.query_weights(queries, used, tensors)
+    weights = config.reduction.query_weights(queries, used, tensors if ranked is None else (ranked,))
     own = weights[queries.shard] if weights.ndim and queries.shard is not None else weights
     seed = int(torch.randint(2**40, ())) if config.ranker.draws else 0
     loss = rank_losses(RankCall(open_source, ops, config.objective, own, config.reduction.kind == "mean", seed), *tensors)
@@ -352,9 +354,10 @@ def _of_scores(
     """The loss of a matrix of scores; `everyone` are all queries of the mean where these are only some."""
     built = relevance.build()
     everyone = everyone or Queries(built.num_relevant, weights)
+    ranked = scores if relevance.candidates is None else scores.detach().masked_fill(~relevance.candidates, 0)
     if backend == "reference":
         used = config.reduction.used_queries(everyone.num_relevant, caller)
-        query_weights = config.reduction.query_weights(everyone, used, (scores,))
+        query_weights = config.reduction.query_weights(everyone, used, (ranked,))
         own = query_weights[everyone.shard] if query_weights.ndim and everyone.shard is not None else query_weights
         losses = reference.reference_losses(
             scores.double(), relevance.relevance, relevance.candidates, config.ranker, config.objective, own
@@ -366,7 +369,7 @@ def _of_scores(
         from rankgrad.ops.triton.scores import FusedGivenScores
 
         source, ops = partial(FusedGivenScores, relevance=built), _lowering(config.ranker, given_scores=True)
-    return _run(source, ops, config, everyone, (scores,), caller)
+    return _run(source, ops, config, everyone, (scores,), caller, ranked=ranked)
 
 
 def _mixed(rows: Tensor, mixture: Mixture) -> Tensor:

@@ -1,8 +1,7 @@
-"""What every ranker means, written to be read and not to be fast: float64, one query at a time, all candidates at once.
+"""The definition of every ranker, written to be read: float64, one query at a time, all candidates at once.
 
-Nothing here is called but on request (`backend="reference"`), by tests, by benchmarks and by those who doubt the rest.
-It shares no arithmetic with the tiled path: ranks are written down from their definitions, the smooth ones get their
-gradient from autograd and the blackbox one from two full rankings.
+It runs on request only (`backend="reference"`), in tests and benchmarks. It shares no arithmetic with the tiled path: ranks
+follow their definitions, smooth rankers get their gradient from autograd and the blackbox ranker from two full rankings.
 """
 
 from typing import Any
