@@ -22,8 +22,9 @@ from rankgrad.runs.results_table import comparison
 from rankgrad.runs.run_folder import DEBUG_NOTICE, UNTRAINED, RunFile, RunFolder
 from rankgrad.runs.task import VALIDATION, SplitResult, Task, TestIdentity
 from rankgrad.train.errors import TrainingError
-from rankgrad.train.loop import FitResult, fit
+from rankgrad.train.loop import fit
 from rankgrad.train.processes import Processes
+from rankgrad.train.resume import FitResult
 
 Which: TypeAlias = Literal["best", "last", "untrained"]
 

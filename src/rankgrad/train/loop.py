@@ -9,7 +9,6 @@ one that never was.
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -27,7 +26,7 @@ from rankgrad.train.large_batch import Loss, unwrap_loss
 from rankgrad.train.loader_batches import as_batches
 from rankgrad.train.meters import RecentRate, RunningMean, Throughput
 from rankgrad.train.processes import ALONE, Processes, StopSignal, is_lost_process
-from rankgrad.train.resume import TRAIN_FURTHER, LoopState, find_checkpoint, restore, run_identity
+from rankgrad.train.resume import TRAIN_FURTHER, FitResult, LoopState, find_checkpoint, restore, run_identity
 from rankgrad.train.settings import TrainSettings
 from rankgrad.train.train_step import StepOutput, TrainStep
 
@@ -48,29 +47,6 @@ class Batches(Protocol):
     def __len__(self) -> int: ...
 
     def iterate(self, start: int) -> Iterator[tuple[int, Tensor, Any, Tensor]]: ...
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """How a run ended.
-
-    Attributes:
-        reason: "finished", "early stop" or "interrupted".
-        step: optimizer steps taken, over all resumptions.
-        epoch: epochs begun.
-        metrics: the last evaluation of each evaluator.
-        best: the content of best.json, None where nothing was selected.
-        folder: of the last checkpoint.
-        seconds: duration of this call.
-    """
-
-    reason: str
-    step: int
-    epoch: int
-    metrics: Mapping[str, Mapping[str, float]]
-    best: Mapping[str, Any] | None
-    folder: Path
-    seconds: float
 
 
 def fit(

@@ -1,9 +1,10 @@
-"""Resuming a run: its position, the proof that it is the same run, and the state that is restored."""
+"""Where a run stands: its position and result, the proof that a resumed run is the same one, and the state that is restored."""
 
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rankgrad.data.seeds import derive
@@ -76,6 +77,29 @@ class LoopState:
             raise ValueError(
                 f"step {self.step} is not step {self.in_epoch} of epoch {self.epoch + 1} with {steps_per_epoch} steps per epoch"
             )
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """How a run ended.
+
+    Attributes:
+        reason: "finished", "early stop" or "interrupted".
+        step: optimizer steps taken, over all resumptions.
+        epoch: epochs begun.
+        metrics: the last evaluation of each evaluator.
+        best: the content of best.json, None where nothing was selected.
+        folder: of the last checkpoint.
+        seconds: duration of this call.
+    """
+
+    reason: str
+    step: int
+    epoch: int
+    metrics: Mapping[str, Mapping[str, float]]
+    best: Mapping[str, Any] | None
+    folder: Path
+    seconds: float
 
 
 def run_identity(step: TrainStep, steps_per_epoch: int, select: str | None) -> dict[str, Any]:
