@@ -14,6 +14,7 @@ from PIL import Image
 
 from rankgrad import cli
 from rankgrad.runs.data_identity import DataIdentity
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.run_folder import RunFolder
 
 QUIET = ["--device", "cpu", "--cache", "none", "--no-tensorboard"]
@@ -190,6 +191,85 @@ def test_a_run_saved_without_fingerprints_resumes_with_a_note(half, capsys):
     assert train("--resume", half, "--epochs", 2) == 0
     assert "was saved without fingerprints of its data" in capsys.readouterr().out
     assert RunFolder(half).read_data_identity()["train"].items == 24
+
+
+FIRST_SETTINGS = [
+    "data_set",
+    "test_on",
+    "partial",
+    "skip_bad",
+    "classes",
+    "images_per_class",
+    "size",
+    "stored_side",
+    "decode",
+    "aspect",
+    "crop",
+    "crop_scale",
+    "flip",
+    "sampler",
+    "batch_size",
+    "per_class",
+    "batches_per_pair",
+    "trunk",
+    "weights",
+    "pool",
+    "gem_p",
+    "gem_learned",
+    "l2_pooled",
+    "layer_norm",
+    "dim",
+    "batch_norm",
+    "pixels",
+    "whiten",
+    "loss",
+    "bins",
+    "lam",
+    "margin",
+    "weighting",
+    "tau",
+    "tau_cut",
+    "ks",
+    "query_in_database",
+    "simix",
+    "memory",
+    "optimizer",
+    "lr",
+    "head_lr",
+    "gem_lr",
+    "weight_decay",
+    "decay_norms",
+    "decay_gem",
+    "schedule",
+    "milestones",
+    "gamma",
+    "warmup",
+    "warmup_steps",
+    "epochs",
+    "steps",
+    "clip",
+    "precision",
+    "compile",
+    "cuda_graphs",
+    "channels_last",
+    "chunk_size",
+    "keep",
+    "validation",
+    "evaluate_every",
+    "patience",
+    "scales",
+    "seed",
+    "checkpoint_every",
+    "log_every",
+]
+
+
+def test_a_setting_that_older_runs_lack_does_not_keep_them_from_resuming(half):
+    content = json.loads((half / "recipe.json").read_text())
+    content["settings"] = {name: value for name, value in content["settings"].items() if name in FIRST_SETTINGS}
+    (half / "recipe.json").write_text(json.dumps(content))
+    recipe = RunFolder(half).read_recipe(RetrievalRecipe)
+    assert set(recipe.identity()) <= set(FIRST_SETTINGS), "give the new ones a value in `before_setting`"
 
 
 def test_an_identity_survives_its_file_and_names_few_of_many_classes():

@@ -187,7 +187,13 @@ class RetrievalRecipe(Recipe):
         (1.0,), "scales at which a test image is embedded, relative to its own", group="evaluation", least=0.05
     )
 
-    before_setting: ClassVar[Mapping[str, Any]] = {"split_seed": "alphabetical"}
+    before_setting: ClassVar[Mapping[str, Any]] = {
+        "split_seed": "alphabetical",
+        "loss_args": "",
+        "loss_lr": 1.0,
+        "miner": "",
+        "miner_args": "",
+    }
     locations: ClassVar[frozenset[str]] = frozenset({"image_root"})
     mutable_on_resume: ClassVar[frozenset[str]] = frozenset({"partial", "skip_bad", "test_on", "scales", "image_root"})
 
