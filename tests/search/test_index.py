@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -268,3 +269,14 @@ def test_class_names_cannot_drive_the_terminal(searcher, data, tmp_path, capsys)
     assert "\x1b" not in out
     assert "\x07" not in out
     assert r"\x1b]0;owned" in out
+
+
+def test_an_index_is_searched_where_another_library_has_replaced_the_methods_of_faiss(vectors, tmp_path):
+    build_index(vectors, tmp_path / "index", kind="hnsw")
+    code = (
+        "import sys; from pathlib import Path; import faiss.contrib.torch_utils; from rankgrad.search import Searcher\n"
+        "searcher = Searcher.open(Path(sys.argv[1])); print(searcher.search_from(3, 5)[1].tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "index")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(Searcher.open(tmp_path / "index").search_from(3, 5)[1].tolist())

@@ -131,8 +131,10 @@ class Searcher:
         """What the index alone finds for queries of length 1; row -1 where it finds fewer than k."""
         assert self.index is not None
         candidates = min(max(CANDIDATES * k, LEAST_CANDIDATES), len(self.gallery)) if self.rescore else k
+        # faiss.contrib.torch_utils, which other libraries import, replaces `search` by one that takes no parameters
+        search = getattr(self.index, "search_numpy", self.index.search)
         with self._lock:
-            scores, rows = self.index.search(queries, candidates, params=self._parameters(k))
+            scores, rows = search(queries, candidates, params=self._parameters(k))
         return self._rescored(queries, rows, k) if self.rescore else (scores, rows)
 
     def search_from(
