@@ -51,7 +51,9 @@ def mean_rank(ranks: rg.Ranks) -> Tensor:
 def value_and_gradient(scores: Tensor, relevance: Tensor, lam: float) -> tuple[Tensor, Tensor]:
     """Exact losses [Q] of the lists `scores` [Q, n] and their blackbox gradient [Q, n]."""
     scores = scores.detach().requires_grad_()
-    losses = rg.RankLoss(rg.Blackbox(lam), mean_rank, reduction="none").from_scores(scores, relevance)
+    # the step of a list is that of a mean over all of them; times their number it is that of the list alone
+    ranker = rg.Blackbox(lam * len(scores))
+    losses = rg.RankLoss(ranker, mean_rank, reduction="none").from_scores(scores, relevance)
     (gradient,) = torch.autograd.grad(losses.sum(), scores)
     return losses.detach(), gradient
 

@@ -15,6 +15,7 @@ import rankgrad as rg
 from rankgrad.report.figures.style import Theme, annotate, new_figure, style_axes, three_panels
 
 RELEVANT, IRRELEVANT = 6, 24
+LAM = 4.0
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class Collapse:
 def descend(scores: Tensor, relevance: Tensor, *, margin: float, steps: int, rate: float, decay: float) -> Tensor:
     """[steps + 1, Q, n] scores under plain gradient descent on RaMBO's recall loss with weight decay."""
     scores = scores.clone().requires_grad_()
-    # one loss per list: lists do not influence each other
-    loss = rg.RamboRecallLoss(margin=margin, weighting="log", reduction="none")
+    # one loss per list: lists do not influence each other. The step of a list is that of a mean over all of them, so `lam` is
+    # multiplied by their number
+    loss = rg.RamboRecallLoss(LAM * len(scores), margin, weighting="log", reduction="none")
     optimizer = torch.optim.SGD([scores], lr=rate, weight_decay=decay)
     path = [scores.detach().clone()]
     for _ in range(steps):
