@@ -226,8 +226,13 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
                     signal.raise_signal(self.number)
                 yield item
 
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, batches=Twice(signal.SIGINT, (0, 2)))
+    # a job in the background of a shell inherits that SIGINT is ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path, batches=Twice(signal.SIGINT, (0, 2)))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Limited(nn.Module):
