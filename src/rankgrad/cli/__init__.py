@@ -17,6 +17,7 @@ from rankgrad._messages import did_you_mean, install_hint, printable
 EXTRA_OF = {
     "PIL": "train",
     "faiss": "search",
+    "huggingface_hub": "train",
     "matplotlib": "glyphs",
     "onnx": "search",
     "onnxruntime": "search",
@@ -77,6 +78,7 @@ VERBS: Mapping[str, Verb] = {
     "predict": Verb("search_commands", "main_predict", "Label images by their nearest neighbours in a gallery."),
     "serve": Verb("search_commands", "main_serve", "Open a local page to search by image."),
     "duplicates": Verb("duplicates_command", "main", "Find near-duplicates and likely label errors among embedded images."),
+    "card": Verb("card_command", "main", "Write a model card, and a folder with the model to share."),
     "export": Verb("search_commands", "main_export", "Write the network of a run for use elsewhere."),
     "figures": Verb("show_commands", "figures", "Draw the papers' figures from new computations."),
     "detect": Verb("train_commands", "detect", "Train and test object detectors with RaMBO's AP loss."),

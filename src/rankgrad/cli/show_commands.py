@@ -165,7 +165,10 @@ def steps_after_training(run: "RunFolder", task: "Task") -> list[tuple[str, str]
         (f"rankgrad report {folder}", "learning curves, retrieved images and confusions, as one page"),
         (f"rankgrad embed {folder} {images} --out {gallery}", "embed these images, or any others"),
         (f"rankgrad serve {folder} --index {gallery}", "search them by image in a browser"),
-        (f"rankgrad export {folder} --format onnx", "write the network for use elsewhere"),
+        (
+            f"rankgrad card {folder} --out {shlex.quote(f'{run.path.name}-model')}",
+            "a folder to share: weights, model card, ONNX",
+        ),
     ]
 
 

@@ -24,6 +24,7 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 from torch import Tensor, nn
 
 import rankgrad as rg
+from rankgrad._citations import citations_of
 from rankgrad.data.samplers import ClassBalanced
 
 
@@ -79,7 +80,7 @@ class RankLoss(nn.Module):
     @property
     def citation(self) -> str:
         """BibTeX of the papers behind the loss, for the model card."""
-        return CITATION
+        return citations_of()
 
     @property
     def _name(self) -> str:
@@ -245,26 +246,3 @@ class RetrievalEvaluator(BaseEvaluator):
     def _embed(self, model: SentenceTransformer, texts: list[str]) -> Tensor:
         found: Tensor = model.encode(texts, batch_size=self.batch_size, convert_to_tensor=True, show_progress_bar=False)
         return found.float().cpu()
-
-
-CITATION = """
-@inproceedings{patel2022recall,
-    title = {Recall@k Surrogate Loss with Large Batches and Similarity Mixup},
-    author = {Patel, Yash and Tolias, Giorgos and Matas, Ji{\\v{r}}{\\'\\i}},
-    booktitle = {CVPR},
-    year = {2022}
-}
-@inproceedings{rolinek2020optimizing,
-    title = {Optimizing Rank-Based Metrics with Blackbox Differentiation},
-    author = {Rol{\\'\\i}nek, Michal and Musil, V{\\'\\i}t and Paulus, Anselm and Vlastelica, Marin and
-              Michaelis, Claudio and Martius, Georg},
-    booktitle = {CVPR},
-    year = {2020}
-}
-@inproceedings{cakir2019deep,
-    title = {Deep Metric Learning to Rank},
-    author = {Cakir, Fatih and He, Kun and Xia, Xide and Kulis, Brian and Sclaroff, Stan},
-    booktitle = {CVPR},
-    year = {2019}
-}
-"""

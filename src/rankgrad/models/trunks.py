@@ -103,6 +103,25 @@ def build_trunk(name: str, *, pretrained: bool = False) -> Trunk:
     return _from_timm(name, pretrained)
 
 
+def describe_first_weights(name: str, weights: str) -> str:
+    """What training began with, in a sentence for a model card; the licence where timm states one."""
+    if weights == "none":
+        return "Training began with random weights."
+    if weights != "default":
+        return f"Training began with the weights in {Path(weights).name}."
+    if name in TRUNKS and name not in SHORT_NAMES:
+        return f"Training began with torchvision's ImageNet weights of {name}."
+    if _FACTORY.fullmatch(name) or _is_path(name):
+        return f"Training began with the weights that {Path(name).name} brings."
+    _require("timm", name)
+    import timm
+
+    config = timm.models.get_pretrained_cfg(SHORT_NAMES.get(name, name.removeprefix("timm/")), allow_unregistered=True)
+    address = f" (https://huggingface.co/{config.hf_hub_id})" if config and config.hf_hub_id else ""
+    licence = f", licence {config.license}" if config and config.license else ""
+    return f"Training began with timm's published weights of {name}{address}{licence}."
+
+
 def form_of(name: str) -> str:
     """`Trunk.form` of a name, without building the trunk."""
     plain = name.removeprefix("timm/").partition(".")[0]

@@ -71,7 +71,7 @@ def read_weights(path: Path) -> Weights:
 def _in_folder(folder: Path) -> tuple[Path, str]:
     """The weights file of a run, of its best checkpoint where there is one, or of an export; and the trunk's name."""
     if (folder / EXPORTED_WEIGHTS).is_file():
-        return folder / EXPORTED_WEIGHTS, ""
+        return folder / EXPORTED_WEIGHTS, _json_entry(folder / "recipe.json", "settings", "trunk")
     for pointer in ("best", "last"):
         name = _json_entry(folder / "checkpoints" / f"{pointer}.json", "folder")
         # a pointer names a folder beside itself and nothing else

@@ -64,7 +64,7 @@ def numbers(run: Run, split: str | None) -> str:
     return "".join(parts)
 
 
-def _baseline(run: Run, evaluation: Evaluation) -> Evaluation | None:
+def baseline(run: Run, evaluation: Evaluation) -> Evaluation | None:
     """The same test of the untrained network, if it was made."""
     return next((each for each in run.evaluations.values() if _is_before(run, each, evaluation)), None)
 
@@ -117,7 +117,7 @@ def _one_table(run: Run, evaluation: Evaluation) -> str:
         header += [("published", "n"), ("difference", "n"), "source"]
     if evaluation.deviations:
         header.insert(3, ("between repeats", "n"))
-    before = _baseline(run, evaluation)
+    before = baseline(run, evaluation)
     if before is not None:
         header.insert(3, ("untrained", "n"))
     rows: list[list[Cell]] = []

@@ -1,6 +1,6 @@
 """Reads run folders. Missing or damaged files are skipped and recorded as problems, which a report lists.
 
-    RUN/recipe.json, journal.jsonl, checkpoints/{best,last}.json
+    RUN/recipe.json, data.json, journal.jsonl, checkpoints/{best,last}.json
     RUN/eval/<key>/{result.json,queries.npz,table.csv,embeddings.npy}
 
 The key of a run's own test is the name of the split; tests on other data, under another protocol or of another checkpoint
@@ -123,6 +123,7 @@ class Run:
     journal: Sequence[Mapping[str, Any]] = ()
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)  # by key
     best: Mapping[str, Any] | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)  # of data.json: what each split holds
     problems: tuple[str, ...] = ()
 
     @property
@@ -185,6 +186,7 @@ def _read(folder: Path, name: str) -> Run:
         journal=_journal(parts[1], problems),
         evaluations=evaluations,
         best=_json(folder / "checkpoints" / "best.json", problems, wanted=False),
+        data=_json(folder / "data.json", problems, wanted=False) or {},
         problems=tuple(problems),
     )
 

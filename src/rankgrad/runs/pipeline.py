@@ -29,7 +29,7 @@ from rankgrad.train.resume import FitResult
 Which: TypeAlias = Literal["best", "last", "untrained"]
 
 # of the time of training: what a test of the untrained network may take for it to be made without being asked for
-UNTRAINED_FRACTION = 0.02
+UNTRAINED_FRACTION = 0.1
 
 
 def start_run(task: Task, folder: RunFolder, *, debug: bool = False) -> Mapping[str, SplitResult]:
@@ -45,6 +45,11 @@ def start_run(task: Task, folder: RunFolder, *, debug: bool = False) -> Mapping[
 def resume_run(task: Task, folder: RunFolder) -> Mapping[str, SplitResult]:
     """Continue the run in `folder` where it was stopped, and test the result. `task` is what the folder says it is."""
     processes = task.context.processes
+    if folder.is_shared:
+        raise ValueError(
+            f"{folder} is a shared model, without the state of its training: start a new run from its weights with "
+            f"--weights {folder}"
+        )
     debug = folder.read().debug
     with folder.training(processes):
         return _run(task, folder, resume=True, debug=debug)
@@ -87,7 +92,7 @@ def evaluate_run(
         for name, value in settings.items()
         if saved_file.settings.get(name, value) != value and name not in task.recipe.locations
     ]
-    default: Which = "best" if folder.checkpoints.pointer("best") else "last"
+    default = folder.default_checkpoint
     which = checkpoint or default
     if which == "untrained":
         model = task.make_model(pretrained=True)
@@ -95,7 +100,7 @@ def evaluate_run(
         found = _TestedWeights(which, 0, (UNTRAINED, *changed))
         task.context.say(f"testing the untrained network of {folder}")
     else:
-        saved = folder.checkpoints.checkpoint(which)
+        saved = folder.checkpoint(which)
         # all weights come from the checkpoint: the file or download that training began with is not needed
         model = task.make_model(pretrained=False)
         saved.load_into(model)

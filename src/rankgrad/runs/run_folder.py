@@ -7,6 +7,9 @@ RUN/checkpoints/      weights and the state to resume from
 RUN/eval/<key>/       a result and what it was computed from; the key of the run's own tests is the name of the split
 RUN/lock              held while training
 RUN/eval/lock         held while evaluating, so that a run can be tested while it trains
+
+A shared model (`rankgrad card --out`) is the folder of a run that has weights and nothing to resume from: in place of
+checkpoints/ it has model.safetensors, and manifest.json with its digest.
 """
 
 import contextlib
@@ -20,11 +23,12 @@ from rankgrad._files import FileLock, LockedError, remove_folder, replace_file, 
 from rankgrad.runs.data_identity import DataIdentity
 from rankgrad.runs.recipe import Published, Recipe
 from rankgrad.runs.task import RETRIEVAL, RunContext
-from rankgrad.train.checkpoints import CheckpointStore
+from rankgrad.train.checkpoints import MANIFEST, Checkpoint, CheckpointStore, Pointer, checked
 from rankgrad.train.processes import ALONE, Processes
 
 DEBUG_NOTICE = "This is a debug run: everything in it was shrunk, and its numbers mean nothing."
 UNTRAINED = "untrained"
+SHARED_WEIGHTS = "model.safetensors"
 
 RecipeType = TypeVar("RecipeType", bound=Recipe)
 
@@ -136,6 +140,32 @@ class RunFolder:
     def checkpoints(self) -> CheckpointStore:
         return CheckpointStore(self.path / "checkpoints")
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is a shared model, which has weights and nothing to resume from."""
+        return (self.path / MANIFEST).is_file()
+
+    @property
+    def default_checkpoint(self) -> Pointer:
+        """The best where there is one, else the last; that of a shared model is the one it has."""
+        if self.is_shared:
+            return self._shared_checkpoint()[0]
+        return "best" if self.checkpoints.pointer("best") else "last"
+
+    def checkpoint(self, which: Pointer) -> Checkpoint:
+        """The weights of the run, whose files are what was written."""
+        if not self.is_shared:
+            return self.checkpoints.checkpoint(which)
+        name, step = self._shared_checkpoint()
+        if which != name:
+            raise FileNotFoundError(f"{self} is a shared model: it has the {name} checkpoint of its run, not the {which} one")
+        return checked(Checkpoint(self.path, step, SHARED_WEIGHTS), has_state=False)
+
+    def _shared_checkpoint(self) -> tuple[Pointer, int]:
+        with explain_unreadable(self.path / MANIFEST, "manifest"):
+            content = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            return ("best" if content["checkpoint"] == "best" else "last"), int(content["step"])
+
     def result(self, key: str) -> Path:
         """Where the result with this key is."""
         return self.eval / key
@@ -175,7 +205,12 @@ class RunFolder:
         if not self.recipe_file.is_file():
             raise FileNotFoundError(f"{self.recipe_file} is missing: {self} is not the folder of a run")
         with explain_unreadable(self.recipe_file):
-            return RunFile.from_dict(json.loads(self.recipe_file.read_text(encoding="utf-8")))
+            found = RunFile.from_dict(json.loads(self.recipe_file.read_text(encoding="utf-8")))
+        if not self.is_shared:
+            return found
+        # a shared model names its own files relative to itself
+        own = {name: str(self.path / value) for name, value in found.settings.items() if str(value).startswith("./")}
+        return replace(found, settings={**found.settings, **own})
 
     def read_recipe(self, kind: type[RecipeType]) -> RecipeType:
         """The recipe of the run, or a message that names the file."""

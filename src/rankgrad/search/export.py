@@ -68,9 +68,14 @@ def export_model(trained: TrainedModel, kind: str, folder: Path) -> Exported:
                 f"export: the embeddings of {path.name} differ from the model's by {error:.2g}, more than the "
                 f"{TOLERANCE:g} that rounding explains; nothing was written. Try another --format"
             )
+    write_description(trained, folder)
+    return Exported(path, error)
+
+
+def write_description(trained: TrainedModel, folder: Path) -> None:
+    """Write model.json and preprocess.py."""
     replace_file(folder / ABOUT, f"{json.dumps(description(trained), indent=1)}\n")
     replace_file(folder / PREPROCESS, SCRIPT.read_text(encoding="utf-8"))
-    return Exported(path, error)
 
 
 def description(trained: TrainedModel) -> dict[str, Any]:
@@ -82,14 +87,14 @@ def description(trained: TrainedModel) -> dict[str, Any]:
         resized = "both sides" if preprocess.square else "the short side"
         steps = [
             "apply the EXIF orientation, convert to 8-bit RGB",
-            f"resize {resized} to {preprocess.stored_side} pixels, bilinear with antialiasing, rounded to 8 bits",
-            "round the other side down",
-            f"take the {recipe.size} x {recipe.size} pixels in the middle, offsets rounded half to even",
-            "as float32 of 0..255, channels first",
-            f"{PREPROCESS} does all of this",
+            f"resize {resized} to {preprocess.stored_side} pixels"
+            + ("" if preprocess.square else ", the long side in proportion and rounded down")
+            + ": bilinear with antialiasing, rounded to 8 bits",
+            f"crop the {recipe.size} x {recipe.size} pixels in the middle, offsets rounded half to even",
+            f"convert to float32 of 0..255, channels first; {PREPROCESS} does all of this",
         ]
     return {
-        "run": trained.folder.name,
+        "run": trained.folder.resolve().name,
         "recipe": recipe.name,
         "step": trained.step,
         "weights": trained.fingerprint,
@@ -168,6 +173,19 @@ def _write_onnx(model: _Embedding, path: Path, trained: TrainedModel) -> None:
             external_data=False,
             verbose=False,
         )
+    _drop_traces(path)
+
+
+def _drop_traces(path: Path) -> None:
+    """Remove where in whose source files each node was made, which nobody else should see."""
+    import onnx
+
+    content = onnx.load(path)
+    for graph in (content.graph, *content.functions):
+        for part in (graph, *graph.node, *graph.value_info):
+            part.ClearField("metadata_props")
+            part.ClearField("doc_string")
+    onnx.save(content, path)
 
 
 def _read_onnx(path: Path, trained: TrainedModel) -> Callable[[Tensor], Tensor]:

@@ -74,7 +74,7 @@ class TrainedModel:
     model: Embedder
     preprocess: Preprocessing
     device: torch.device
-    checkpoint: str
+    checkpoint: Literal["best", "last"]
     step: int
     fingerprint: str
     debug: bool = False
@@ -196,10 +196,10 @@ def load(
     *,
     trust_code: bool = False,
 ) -> TrainedModel:
-    """Load the model of a run folder.
+    """Load the model of a run, or one that was shared.
 
     Args:
-        path: the folder that `rankgrad train` wrote.
+        path: the folder that `rankgrad train` or `rankgrad card --out` wrote.
         device: where to compute; "auto" is a GPU where there is one.
         checkpoint: "best" or "last"; by default the best where there is one.
         trust_code: allow the run to name a function of yours as its trunk (`package.module:factory`), which is imported and
@@ -212,9 +212,8 @@ def load(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     run = RunFolder(folder)
     task = RetrievalTask.from_run(run, RunContext(None, torch.device(device)), {})
-    has_best = run.checkpoints.pointer("best") is not None
-    which: Literal["best", "last"] = checkpoint or ("best" if has_best else "last")
-    found = run.checkpoints.checkpoint(which)
+    which = checkpoint or run.default_checkpoint
+    found = run.checkpoint(which)
     if trust_code:
         trust_factory(task.recipe.trunk)
     # all weights come from the checkpoint: the file or download that training began with is not needed

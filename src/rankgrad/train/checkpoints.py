@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,24 +38,36 @@ _NAME = re.compile(r"step-[0-9]{8,12}")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk whose files match its manifest."""
+    """A checkpoint on disk whose files match its manifest.
+
+    Attributes:
+        folder: holds the files and the manifest.
+        step: after which it was written.
+        file: name of the weights.
+    """
 
     folder: Path
     step: int
+    file: str = WEIGHTS
+
+    @property
+    def path(self) -> Path:
+        """The file of the weights."""
+        return self.folder / self.file
 
     @property
     def fingerprint(self) -> str:
         """Digest of the weights: equal fingerprints, equal weights."""
-        return str(json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))[WEIGHTS]["blake2b"])
+        return str(json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))[self.file]["blake2b"])
 
     def weights(self) -> dict[str, Tensor]:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
-            return load_file(self.folder / WEIGHTS)
+            return load_file(self.path)
         except SafetensorError as error:
-            raise ValueError(f"{self.folder / WEIGHTS} is not a complete safetensors file ({error})") from error
+            raise ValueError(f"{self.path} is not a complete safetensors file ({error})") from error
 
     def state(self) -> dict[str, Any]:
         """Everything but the weights.
@@ -85,7 +97,7 @@ class Checkpoint:
         try:
             target.load_state_dict({**extra, **weights})
         except RuntimeError as error:
-            raise ValueError(f"{self.folder / WEIGHTS} does not fit this model: {' '.join(str(error).split())}") from error
+            raise ValueError(f"{self.path} does not fit this model: {' '.join(str(error).split())}") from error
 
 
 class CheckpointStore:
@@ -151,11 +163,7 @@ class CheckpointStore:
         pointer = self.pointer(which)
         if pointer is None:
             raise FileNotFoundError(f"{self.path / f'{which}.json'} is missing or unreadable: no {which} checkpoint")
-        found = Checkpoint(self.path / pointer["folder"], int(pointer["step"]))
-        fault = _fault(found.folder)
-        if fault:
-            raise ValueError(f"{found.folder} is damaged: {fault}")
-        return found
+        return checked(Checkpoint(self.path / pointer["folder"], int(pointer["step"])))
 
     def pointer(self, which: Pointer) -> dict[str, Any] | None:
         """The content of last.json or best.json, None if there is none that can be read."""
@@ -214,7 +222,7 @@ class CheckpointStore:
         unfinished, finished = self.path / f"{UNFINISHED}{name}", self.path / name
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        manifest = {file: {"bytes": len(content), "blake2b": _digest(content)} for file, content in files.items()}
+        manifest = {file: manifest_entry(content) for file, content in files.items()}
         for file, content in {**files, MANIFEST: _json(manifest)}.items():
             write_durably(unfinished / file, content)
         sync_folder(unfinished)
@@ -233,6 +241,19 @@ class CheckpointStore:
     def _folders(self) -> list[Path]:
         """Folders of all checkpoints, oldest first; other files are ignored."""
         return sorted(path for path in self.path.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir())
+
+
+def checked(found: Checkpoint, *, has_state: bool = True) -> Checkpoint:
+    """The checkpoint, whose files are there and are what was written; without `has_state` it has weights alone."""
+    fault = _fault(found.folder) if has_state else _fault_of(found.folder, (found.file,))
+    if fault:
+        raise ValueError(f"{found.folder} is damaged: {fault}")
+    return found
+
+
+def manifest_entry(content: bytes) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"bytes": len(content), "blake2b": hashlib.blake2b(content, digest_size=16).hexdigest()}
 
 
 def folder_name(step: int) -> str:
@@ -259,25 +280,25 @@ def _weights_bytes(model: nn.Module | Mapping[str, Any]) -> bytes:
 def _fault(folder: Path) -> str | None:
     """What is wrong with the files of a checkpoint, None if nothing is."""
     state = PICKLED_STATE if (folder / PICKLED_STATE).exists() and not (folder / STATE).exists() else STATE
-    for file in (MANIFEST, WEIGHTS, state):
+    return _fault_of(folder, (WEIGHTS, state))
+
+
+def _fault_of(folder: Path, files: Sequence[str]) -> str | None:
+    for file in (MANIFEST, *files):
         # opening a pipe of that name would block
         if not (folder / file).is_file():
             return f"{file} is missing"
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        for file in (WEIGHTS, state):
-            size = (folder / file).stat().st_size
-            if size != manifest[file]["bytes"]:
-                return f"{file} has {size} bytes instead of {manifest[file]['bytes']}"
-            if _digest((folder / file).read_bytes()) != manifest[file]["blake2b"]:
+        for file in files:
+            size, written = (folder / file).stat().st_size, manifest[file]
+            if size != written["bytes"]:
+                return f"{file} has {size} bytes instead of {written['bytes']}"
+            if manifest_entry((folder / file).read_bytes())["blake2b"] != written["blake2b"]:
                 return f"{file} is not what was written"
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{MANIFEST} is unreadable ({error})"
     return None
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _delete(folder: Path) -> None:
