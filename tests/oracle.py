@@ -2,7 +2,7 @@
 
 Nothing here knows rankgrad. A list is `scores` [n] (higher is nearer) and `gains` [n]; gain 0 marks an
 irrelevant candidate. A ranker turns a list into entries, an objective turns entries into one number.
-Sigmoid and Histogram are plain torch operations, so autograd gives their derivative. Blackbox is Algorithm 1
+Sigmoid, UpperBound and Histogram are plain torch operations, so autograd gives their derivative. Blackbox is Algorithm 1
 with two full rankings; its gradient is injected as a term whose value is zero.
 """
 
@@ -65,6 +65,30 @@ class Sigmoid:
 
     def entries(self, scores: Tensor, gains: Tensor) -> Entries:
         return count_ahead(scores, gains, lambda d: torch.sigmoid(d / self.tau))
+
+    def loss(self, scores: Tensor, gains: Tensor, objective: Objective, share: float) -> Tensor:
+        return objective(self.entries(scores, gains))
+
+
+@dataclass(frozen=True)
+class UpperBound:
+    """SupRank's bound, straight from its definition: irrelevant items by the bound, relevant ones by the step."""
+
+    tau: float
+    rho: float
+    delta: float
+
+    def bound(self, t: Tensor) -> Tensor:
+        behind, near = torch.sigmoid(t / self.tau), torch.sigmoid(t / self.tau) + 0.5
+        offset = torch.sigmoid(torch.tensor(self.delta / self.tau, dtype=t.dtype)) + 0.5
+        return torch.where(t <= 0, behind, torch.where(t <= self.delta, near, self.rho * (t - self.delta) + offset))
+
+    def entries(self, scores: Tensor, gains: Tensor) -> Entries:
+        relevant = gains > 0
+        positive_rank = Blackbox(1.0).entries(scores[relevant].detach(), gains[relevant]).rank
+        irrelevant = torch.stack([self.bound(scores[~relevant] - score).sum() for score in scores[relevant]])
+        gains = gains[relevant]
+        return Entries(positive_rank + irrelevant, positive_rank, torch.ones_like(gains), gains, gains)
 
     def loss(self, scores: Tensor, gains: Tensor, objective: Objective, share: float) -> Tensor:
         return objective(self.entries(scores, gains))
@@ -137,7 +161,7 @@ class Blackbox:
         return value.detach() + injected - injected.detach()
 
 
-Ranker = Exact | Sigmoid | Histogram | Blackbox
+Ranker = Exact | Sigmoid | UpperBound | Histogram | Blackbox
 
 
 def at_least_one(rank: Tensor) -> Tensor:

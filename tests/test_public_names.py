@@ -7,6 +7,7 @@ import pytest
 import rankgrad as rg
 
 NAMES = [
+    "ApproxNDCGLoss",
     "AveragePrecision",
     "AveragePrecisionAtR",
     "RPrecision",
@@ -34,7 +35,9 @@ NAMES = [
     "SiMix",
     "Sigmoid",
     "SmoothAPLoss",
+    "SupAPLoss",
     "TrainSettings",
+    "UpperBound",
     "WeightedRecall",
     "evaluate",
     "fit",
@@ -46,11 +49,14 @@ NAMES = [
 SIGNATURES = {
     "RecallAtKLoss": {"ks": (1, 2, 4, 8, 16), "tau_rank": 0.01, "tau_cut": 1.0},
     "SmoothAPLoss": {"tau": 0.01},
+    "SupAPLoss": {"tau": 0.01, "rho": 100.0, "delta": 0.05},
+    "ApproxNDCGLoss": {"tau": 0.1},
     "FastAPLoss": {"num_bins": 10},
     "RamboRecallLoss": {"lam": 4.0, "margin": 0.02, "weighting": "loglog"},
     "RamboAPLoss": {"lam": 0.5, "margin": 0.0},
     "RankLoss": {"ranker": ..., "objective": ...},
     "Sigmoid": {"tau": ...},
+    "UpperBound": {"tau": 0.01, "rho": 100.0, "delta": 0.05},
     "Blackbox": {"lam": ..., "margin": 0.0, "margin_noise": False},
     "Histogram": {"bins": ..., "low": -1.0, "high": 1.0},
     "Exact": {},

@@ -4,11 +4,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rankgrad.eval import Result, evaluate, evaluate_scores
-from rankgrad.losses.average_precision import AveragePrecision, AveragePrecisionAtR, FastAPLoss, RamboAPLoss, SmoothAPLoss
+from rankgrad.losses.average_precision import (
+    AveragePrecision,
+    AveragePrecisionAtR,
+    FastAPLoss,
+    RamboAPLoss,
+    SmoothAPLoss,
+    SupAPLoss,
+)
 from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory, ScoreMemory
 from rankgrad.losses.multiclass import MulticlassRankLoss
-from rankgrad.losses.ndcg import NDCG, ReciprocalRank
+from rankgrad.losses.ndcg import NDCG, ApproxNDCGLoss, ReciprocalRank
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.recall import (
     LogLogRecall,
@@ -22,7 +29,7 @@ from rankgrad.losses.recall import (
 )
 from rankgrad.losses.simix import SiMix
 from rankgrad.ops.autograd import Ranks
-from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Sigmoid
+from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Sigmoid, UpperBound
 from rankgrad.train.large_batch import LargeBatch
 from rankgrad.train.loop import fit
 from rankgrad.train.settings import TrainSettings
@@ -36,6 +43,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "NDCG",
+    "ApproxNDCGLoss",
     "AveragePrecision",
     "AveragePrecisionAtR",
     "Blackbox",
@@ -62,7 +70,9 @@ __all__ = [
     "SiMix",
     "Sigmoid",
     "SmoothAPLoss",
+    "SupAPLoss",
     "TrainSettings",
+    "UpperBound",
     "WeightedRecall",
     "evaluate",
     "evaluate_scores",

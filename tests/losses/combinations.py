@@ -15,6 +15,7 @@ import rankgrad
 RANKERS = {
     "exact": (rankgrad.Exact(), oracle.Exact()),
     "sigmoid": (rankgrad.Sigmoid(0.13), oracle.Sigmoid(0.13)),
+    "upper_bound": (rankgrad.UpperBound(0.13, 3.7, 0.31), oracle.UpperBound(0.13, 3.7, 0.31)),
     "blackbox": (rankgrad.Blackbox(3.1731), oracle.Blackbox(3.1731)),
     "margin": (rankgrad.Blackbox(1.7313, margin=0.25), oracle.Blackbox(1.7313, margin=0.25)),
     "histogram": (rankgrad.Histogram(7, low=-1.13, high=1.21), oracle.Histogram(7, low=-1.13, high=1.21)),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import rankgrad as rg
 from rankgrad.ops import relevance
-from rankgrad.ops.rankers import Sigmoid
+from rankgrad.ops.rankers import Sigmoid, UpperBound
 from rankgrad.ops.relevance import IntervalRelevance
 
 pytest.importorskip("triton")
@@ -18,8 +18,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # 0.004 puts comparisons of a row so far apart that their powers cannot be factored
-RANKERS = [rg.Exact(), rg.Sigmoid(0.05), rg.Sigmoid(0.004), rg.Blackbox(20.0, 0.02), rg.Histogram(5)]
-SMOOTH = [rg.Sigmoid(0.05), rg.Histogram(5)]
+RANKERS = [
+    rg.Exact(), rg.Sigmoid(0.05), rg.Sigmoid(0.004), rg.UpperBound(0.1, 3.0, 0.2), rg.Blackbox(20.0, 0.02),
+    rg.Histogram(5),
+]  # fmt: skip
+SMOOTH = [rg.Sigmoid(0.05), rg.UpperBound(0.05, 20.0, 0.1), rg.Histogram(5)]
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +70,7 @@ def assert_as_good_as_float32(ranker: object, *tensors: Tensor | None, rank_self
     fused = run(loss("triton"), *tensors, **options)
     assert torch.isclose(fused[0], exact[0], atol=1e-5, rtol=0), (fused[0], exact[0])
     # tensor cores multiply a split in float16, which keeps 22 bits of a score; a sigmoid sees the rest in units of tau
-    cut = 2**-22 / ranker.tau if DEVICE == "cuda" and isinstance(ranker, Sigmoid) else 1e-6
+    cut = 2**-22 / ranker.tau if DEVICE == "cuda" and isinstance(ranker, (Sigmoid, UpperBound)) else 1e-6
     for e, p, f in zip(exact[1:], plain[1:], fused[1:], strict=True):
         assert error(f, e) <= 2 * error(p, e) + cut
 

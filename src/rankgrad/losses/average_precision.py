@@ -8,7 +8,7 @@ from torch import Tensor
 from rankgrad._checks import check_count, check_cut, check_not_negative
 from rankgrad.losses.rank_loss import RankLoss, preset
 from rankgrad.ops.autograd import Ranks
-from rankgrad.ops.rankers import Blackbox, Histogram, Sigmoid
+from rankgrad.ops.rankers import Blackbox, Histogram, Sigmoid, UpperBound
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,14 @@ class SmoothAPLoss(RankLoss):
 
     def __init__(self, tau: float = 0.01, **options: Any) -> None:
         super().__init__(Sigmoid(tau), AveragePrecision(), **options)
+
+
+@preset("sup-ap", tau="tau", rho="rho", delta="delta")
+class SupAPLoss(RankLoss):
+    """SupAP (ROADMAP, Ramzi et al., 2021; SupRank, 2025): AP of ranks that are never too small, see `UpperBound`."""
+
+    def __init__(self, tau: float = 0.01, rho: float = 100.0, delta: float = 0.05, **options: Any) -> None:
+        super().__init__(UpperBound(tau, rho, delta), AveragePrecision(), **options)
 
 
 @preset("fastap", num_bins="bins")

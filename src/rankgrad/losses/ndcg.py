@@ -1,13 +1,16 @@
-"""Objectives that discount by rank: NDCG and the reciprocal rank."""
+"""Objectives that discount by rank, NDCG and the reciprocal rank, and the loss built on NDCG."""
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rankgrad._checks import check_cut
+from rankgrad.losses.rank_loss import RankLoss, preset
 from rankgrad.ops.autograd import Ranks, at_least
+from rankgrad.ops.rankers import Sigmoid
 
 
 @dataclass(frozen=True)
@@ -51,3 +54,15 @@ class ReciprocalRank:
         reached = ranks.mass.gather(1, order).cumsum(dim=1).clamp(max=1)
         first = torch.diff(reached, dim=1, prepend=torch.zeros_like(reached[:, :1]))
         return 1 - (first / rank).sum(dim=1)
+
+
+@preset("approx-ndcg", tau="tau")
+class ApproxNDCGLoss(RankLoss):
+    """ApproxNDCG (Qin et al., 2010): NDCG of sigmoid ranks.
+
+    The default `tau` is that of TF-Ranking, for scores of any size; for cosines take 0.01. The graded relevance is the gain;
+    pass 2**grade - 1 for the exponential variant.
+    """
+
+    def __init__(self, tau: float = 0.1, **options: Any) -> None:
+        super().__init__(Sigmoid(tau), NDCG(), **options)

@@ -37,7 +37,7 @@ class RankLoss(nn.Module):
     of size queries x candidates is kept beyond one tile: memory is O(items x dimensions + relevant pairs).
 
     Args:
-        ranker: `Exact()`, `Sigmoid(tau)`, `Blackbox(lam, margin)`, `Histogram(bins)`.
+        ranker: `Exact()`, `Sigmoid(tau)`, `UpperBound(tau, rho, delta)`, `Blackbox(lam, margin)`, `Histogram(bins)`.
         objective: one of this package, or any function from `Ranks` of B queries to B losses.
         normalize: L2-normalise embeddings first, so that scores are cosines.
         reduction: "mean" over the queries that count, weighted where a call has `weights`, or "none" for one loss per query in

@@ -29,8 +29,8 @@ GRAD_FIELDS = ("rank", "positive_rank", "mass", "gain")
 class Ranks:
     """What an objective sees: the ranks of the positives of each query, one row per query, padded to the longest row.
 
-    An entry is one positive of mass 1 (`Exact`, `Sigmoid`, `Blackbox`), or one bin centre holding the mass of the
-    positives around it (`Histogram`). Padding has mass and gain 0 and rank 1, so sums over entries need no mask.
+    An entry is one positive of mass 1 (`Exact`, `Sigmoid`, `UpperBound`, `Blackbox`), or one bin centre holding the mass of
+    the positives around it (`Histogram`). Padding has mass and gain 0 and rank 1, so sums over entries need no mask.
     """
 
     rank: Tensor  # [B, E] among all candidates, 1 is best

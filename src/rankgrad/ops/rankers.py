@@ -14,6 +14,7 @@ no gradient.
 Dimension letters:  B queries   Z candidates of one tile   P positives, padded   E thresholds
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -194,6 +195,87 @@ class Sigmoid(Ranker):
             slope = torch.ops.aten.sigmoid_backward(weights[rows, :, None], ahead)
             parts.append(slope.sum(dim=1) - slope.sum(dim=2))  # as the item ahead, and as the one compared with
         return d_thresholds + _joined(parts)
+
+
+@dataclass(frozen=True)
+class UpperBound(Ranker):
+    """Ranks that are never too small: the step is replaced by an upper bound whose gradient does not vanish (ROADMAP, SupRank).
+
+    For an irrelevant candidate that is t = s_z - s_x ahead of a relevant one the step becomes
+
+        sigmoid(t / tau)                                          t <= 0
+        sigmoid(t / tau) + 1/2                                    0 < t <= delta
+        rho (t - delta) + sigmoid(delta / tau) + 1/2              delta < t
+
+    so a candidate that is far ahead is pulled back with slope `rho`, where the slope of `Sigmoid` is 0. Relevant items are
+    counted exactly, ties as by `Exact`, and the rank among the relevant carries no gradient.
+    """
+
+    grad_fields = ("rank",)
+
+    tau: float = 0.01
+    rho: float = 100.0
+    delta: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_positive(self.tau, name="tau", caller="UpperBound")
+        check_not_negative(self.rho, name="rho", caller="UpperBound")
+        check_not_negative(self.delta, name="delta", caller="UpperBound")
+
+    @property
+    def offset(self) -> float:
+        """The bound at delta, where its linear part begins."""
+        return 0.5 + 1 / (1 + math.exp(-self.delta / self.tau))
+
+    def thresholds(self, positives: PositiveScores, key: int) -> Thresholds:
+        return Thresholds(positives.scores)
+
+    def _compared(self, tile: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """A few thresholds at a time: which, how far the tile is ahead of them [p, B, Z], and the sigmoid of that."""
+        step = max(KEPT_SIGMOIDS // max(tile.numel(), 1), 1)
+        for start in range(0, columns.shape[0], step):
+            part = slice(start, start + step)
+            ahead = tile - columns[part, :, None]
+            yield part, ahead, (ahead * (1 / self.tau)).sigmoid_()
+
+    def count_tile(self, tile: Tensor, thresholds: Thresholds, key: int) -> Tensor:
+        counts = tile.new_zeros(thresholds.columns.shape)
+        for part, ahead, soft in self._compared(tile, thresholds.columns):
+            bound = torch.where(
+                ahead > self.delta, (ahead - self.delta) * self.rho + self.offset, soft.add_(ahead > 0, alpha=0.5)
+            )
+            counts[part] = bound.sum(dim=2)
+        return counts.t()
+
+    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
+        return positives.item_ranks(*_proper_ranks(counts, thresholds, positives))
+
+    def rank_gradient(
+        self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Thresholds, upstream: Upstream
+    ) -> Tensor:
+        """[P, B] weights of irrelevant candidates, over tau."""
+        weights = positives.fill(d_ranks[0] * (upstream.grad_loss / self.tau), 0)
+        return weights.to(positives.scores.dtype).t().contiguous()
+
+    def tile_backward(self, tile: Tensor, thresholds: Thresholds, rank_grad: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        gradient, d_thresholds = torch.zeros_like(tile), torch.zeros_like(rank_grad)
+        for part, ahead, soft in self._compared(tile, thresholds.columns):
+            slope = torch.where(ahead > self.delta, self.rho * self.tau, soft * (1 - soft)) * rank_grad[part, :, None]
+            gradient += slope.sum(dim=0)
+            d_thresholds[part] = -slope.sum(dim=2)
+        return gradient, d_thresholds.t()
+
+    def positive_backward(
+        self,
+        d_thresholds: Tensor | None,
+        counts: Tensor,
+        rank_grad: Tensor,
+        positives: PositiveScores,
+        thresholds: Thresholds,
+        upstream: Upstream,
+    ) -> Tensor:
+        assert d_thresholds is not None, "every tile adds to the thresholds' gradient"
+        return d_thresholds
 
 
 @dataclass(frozen=True)

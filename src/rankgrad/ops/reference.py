@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rankgrad.ops.autograd import Objective, Ranks
-from rankgrad.ops.rankers import SMALLEST_RANK, Blackbox, Exact, Histogram, Ranker, Sigmoid
+from rankgrad.ops.rankers import SMALLEST_RANK, Blackbox, Exact, Histogram, Ranker, Sigmoid, UpperBound
 
 
 def reference_losses(
@@ -51,6 +51,12 @@ def _ranks(y: Tensor, grades: Tensor, ranker: Ranker) -> Ranks:
     if isinstance(ranker, Exact):
         rank, positive_rank = proper_ranking(y, relevant)[relevant], proper_ranking(y[relevant], relevant[relevant])
         return _as_ranks(rank, positive_rank, torch.ones_like(gains), gains, gains)
+    if isinstance(ranker, UpperBound):
+        t = y[~relevant][None, :] - y[relevant][:, None]  # [x, z]: how far an irrelevant z is ahead of x
+        near = torch.sigmoid(t / ranker.tau) + 0.5 * (t > 0)
+        irrelevant = torch.where(t > ranker.delta, ranker.rho * (t - ranker.delta) + ranker.offset, near).sum(1)
+        positive_rank = proper_ranking(y[relevant].detach(), relevant[relevant])
+        return _as_ranks(positive_rank + irrelevant, positive_rank, torch.ones_like(gains), gains, gains)
     if isinstance(ranker, Sigmoid):
         ahead = torch.sigmoid((y[None, :] - y[:, None]) / ranker.tau)  # [x, z]: z is ahead of x
     else:

@@ -144,7 +144,11 @@ class RetrievalRecipe(Recipe):
     )
     margin: float = setting(0.02, "margin between relevant and other scores (rambo)", group="loss", least=0.0)
     weighting: Weighting = setting("loglog", "weighting of ranks (rambo-recall)", group="loss")
-    tau: float = setting(0.01, "temperature on score differences (recall-at-k, smooth-ap)", group="loss", least=1e-9)
+    tau: float = setting(
+        0.01, "temperature on score differences (recall-at-k, smooth-ap, sup-ap, approx-ndcg)", group="loss", least=1e-9
+    )
+    rho: float = setting(100.0, "slope of the bound far ahead (sup-ap)", group="loss", least=0.0)
+    delta: float = setting(0.05, "score difference from which the bound is linear (sup-ap)", group="loss", least=0.0)
     tau_cut: float = setting(1.0, "temperature on ranks (recall-at-k)", group="loss", least=1e-9)
     ks: tuple[int, ...] = setting(
         (1, 2, 4, 8, 16), "cut-offs of recall-at-k; simix widens the default set", group="loss", least=1
@@ -189,6 +193,8 @@ class RetrievalRecipe(Recipe):
 
     before_setting: ClassVar[Mapping[str, Any]] = {
         "split_seed": "alphabetical",
+        "rho": 100.0,
+        "delta": 0.05,
         "loss_args": "",
         "loss_lr": 1.0,
         "miner": "",

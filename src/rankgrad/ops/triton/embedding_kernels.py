@@ -143,10 +143,11 @@ def positives_kernel(
 def count_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant,
     thresholds, counts, slopes, centres, first_row, num_rows, num_candidates, P, tiles_per_split,
-    MODE: tl.constexpr, RANK_SELF: tl.constexpr, ASM: tl.constexpr,
+    MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    RANK_SELF: tl.constexpr, ASM: tl.constexpr,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """counts[split, p, r], and slopes for SIGMOID: the candidates of a split ahead of the p-th threshold of query r."""
+    """counts[split, p, r], and slopes (SIGMOID, BOUND): the candidates of a split ahead of the p-th threshold of query r."""
     o_r = tl.program_id(0) * BM + tl.arange(0, BM)
     i_split = tl.program_id(1)
     o_m = first_row + o_r
@@ -163,7 +164,10 @@ def count_kernel(
         b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
         if ((i_n * BN < last) & ((i_n + 1) * BN > first)) | ((i_n + 1) * BN > num_candidates):
             b_s = _hide(b_s, b_start, b_stop, b_self, o_n, num_candidates, RANK_SELF)
-        count_tile(b_s, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P, MODE, SPLIT, ASM)
+        count_tile(
+            b_s, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
+            MODE, DELTA, SLOPE, OFFSET, SPLIT, ASM,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -172,7 +176,8 @@ def backward_kernel(
     row_t, row_w, row_extra, row_reached, column_t, column_w, column_extra, column_reached, high, low,
     first_row, num_rows, pass_row, pass_rows, first_column, num_columns, from_column, last_written,
     num_candidates, row_width, row_p, column_p,
-    MODE: tl.constexpr, SYMMETRIC: tl.constexpr, RANK_SELF: tl.constexpr, ASM: tl.constexpr,
+    MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    SYMMETRIC: tl.constexpr, RANK_SELF: tl.constexpr, ASM: tl.constexpr,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Rows pass_row.. of the group of queries that begins at first_row, columns of the group that begins at first_column.
@@ -204,7 +209,7 @@ def backward_kernel(
     b_g = tl.zeros([BM, BN], tl.float32)
     b_g = backward_tile(
         b_g, b_s, row_t, row_w, row_extra, row_reached, num_relevant, o_m, o_r, m_m, m_m, num_rows, row_p,
-        1, MODE, SPLIT, ASM, BM,
+        1, MODE, DELTA, SLOPE, OFFSET, SPLIT, ASM, BM,
     )  # fmt: skip
     if SYMMETRIC:
         # a row past the end must not be counted by the columns
@@ -213,7 +218,7 @@ def backward_kernel(
         m_new = m_n & (o_n >= pass_row + pass_rows)
         b_g = backward_tile(
             b_g, b_s, column_t, column_w, column_extra, column_reached, num_relevant, o_n, o_c, m_n, m_new, num_columns,
-            column_p, 0, MODE, SPLIT, ASM, BN,
+            column_p, 0, MODE, DELTA, SLOPE, OFFSET, SPLIT, ASM, BN,
         )  # fmt: skip
     p_g = o_l.to(tl.int64)[:, None] * row_width + (o_n - pass_row if SYMMETRIC else o_n)[None, :]
     # columns past the end are 0 and are written as far as the products read

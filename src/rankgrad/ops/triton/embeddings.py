@@ -305,7 +305,7 @@ class FusedEmbeddingScores:
                 num_candidates=self.num_candidates,
                 P=width,
                 tiles_per_split=per_split,
-                MODE=ops.mode,
+                **ops.constants,
                 **self._constants,
                 **tile,
             )
@@ -369,7 +369,7 @@ class FusedEmbeddingScores:
                     last_written=written,
                     num_candidates=self.num_candidates,
                     row_width=stride,
-                    MODE=ops.mode,
+                    **ops.constants,
                     SYMMETRIC=self.symmetric,
                     GROUP=STRIPE,
                     **self._constants,

@@ -23,12 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
-from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid
+from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid, UpperBound
 from rankgrad.ops.thresholds import SigmoidThresholds, Thresholds
 
 SIGMOID = tl.constexpr(0)
 STEP = tl.constexpr(1)
 RAMP = tl.constexpr(2)
+BOUND = tl.constexpr(3)
 
 
 @triton.jit
@@ -74,6 +75,22 @@ def _sigmoid(b_x, b_centre, b_t, FACTORED: tl.constexpr, PRECISE: tl.constexpr, 
 
 
 @triton.jit
+def _soft_step(
+    b_x, b_centre, b_t, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """What stands for the step of a score less a threshold, and its slope by that over tau (SIGMOID, BOUND)."""
+    b_ahead, b_behind = _sigmoid(b_x, b_centre, b_t, FACTORED, PRECISE, ASM)
+    b_slope = b_ahead * b_behind
+    if MODE == BOUND:
+        b_d = b_x - b_t
+        b_ahead += tl.where(b_d > 0.0, 0.5, 0.0)
+        b_ahead = tl.where(b_d > DELTA, (b_d - DELTA) * (SLOPE * 0.6931471805599453) + OFFSET, b_ahead)
+        b_slope = tl.where(b_d > DELTA, SLOPE, b_slope)
+    return b_ahead, b_slope
+
+
+@triton.jit
 def begin_rows(thresholds, num_relevant, centres, o_m, o_r, m_m, num_rows, P, MODE: tl.constexpr, BM: tl.constexpr):
     """How many thresholds the rows of a tile have at most, and the centre of each row's (SIGMOID, stored too)."""
     if MODE != RAMP:  # only the thresholds that a row of this tile has
@@ -94,19 +111,22 @@ def begin_rows(thresholds, num_relevant, centres, o_m, o_r, m_m, num_rows, P, MO
 @triton.jit
 def count_tile(
     b_s, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
-    MODE: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+    MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    PRECISE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Adds what of a tile is ahead of each threshold to the counts, and the slopes to theirs (SIGMOID)."""
-    if MODE == SIGMOID:
+    """Adds what of a tile is ahead of each threshold to the counts, and the slopes to theirs (SIGMOID, BOUND)."""
+    if (MODE == SIGMOID) or (MODE == BOUND):  # noqa: SIM109  # Triton has no `in`
         p_t = thresholds + o_r
         p_c = counts + p_out
         p_a = slopes + p_out
+        if MODE == BOUND:  # the line beyond delta needs the score, so that a power in place of it would save nothing
+            _count_soft(b_s, b_centre, p_t, p_c, p_a, m_m, num_rows, P, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM)
         # two loops and not one with a branch: either the score or its power is alive, and registers are scarce
-        if tl.max(b_centre, 0) < float("inf"):
+        elif tl.max(b_centre, 0) < float("inf"):
             b_e = _power(b_s - b_centre[:, None])
-            _count_sigmoid(b_e, b_centre, p_t, p_c, p_a, m_m, num_rows, P, True, PRECISE, ASM)
+            _count_soft(b_e, b_centre, p_t, p_c, p_a, m_m, num_rows, P, MODE, DELTA, SLOPE, OFFSET, True, PRECISE, ASM)
         else:
-            _count_sigmoid(b_s, b_centre, p_t, p_c, p_a, m_m, num_rows, P, False, PRECISE, ASM)
+            _count_soft(b_s, b_centre, p_t, p_c, p_a, m_m, num_rows, P, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM)
     else:
         for p in range(P):
             p_p = tl.cast(p, tl.int64) * num_rows
@@ -120,10 +140,12 @@ def count_tile(
 
 
 @triton.jit
-def _count_sigmoid(
-    b_x, b_centre, p_t, p_c, p_a, m_m, stride, P, FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr
+def _count_soft(
+    b_x, b_centre, p_t, p_c, p_a, m_m, stride, P,
+    MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile's sum of sigmoids and of their slopes to what the program has of its rows."""
+    """Adds a tile's sum of soft steps and of their slopes to what the program has of its rows."""
     b_next = tl.load(p_t, mask=m_m, other=float("inf"))
     for p in range(P):
         b_t = b_next
@@ -131,9 +153,11 @@ def _count_sigmoid(
         b_next = tl.load(p_t, mask=m_m, other=float("inf"))
         b_count = tl.load(p_c, mask=m_m, other=0.0)
         b_slope = tl.load(p_a, mask=m_m, other=0.0)
-        b_ahead, b_behind = _sigmoid(b_x, b_centre[:, None], b_t[:, None], FACTORED, PRECISE, ASM)
+        b_ahead, b_steep = _soft_step(
+            b_x, b_centre[:, None], b_t[:, None], MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM
+        )  # fmt: skip
         tl.store(p_c, b_count + tl.sum(b_ahead, 1), mask=m_m)
-        tl.store(p_a, b_slope + tl.sum(b_ahead * b_behind, 1), mask=m_m)
+        tl.store(p_a, b_slope + tl.sum(b_steep, 1), mask=m_m)
         p_c += stride
         p_a += stride
 
@@ -141,7 +165,8 @@ def _count_sigmoid(
 @triton.jit
 def backward_tile(
     b_g, b_s, thresholds, weights, extra, reached, num_relevant, o_i, o_r, m_v, m_reached, stride, P,
-    AXIS: tl.constexpr, MODE: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr, SIZE: tl.constexpr,
+    AXIS: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    PRECISE: tl.constexpr, ASM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Adds to a gradient tile what the thresholds of its rows (AXIS 1) or of its columns (AXIS 0) contribute.
 
@@ -157,18 +182,28 @@ def backward_tile(
     if MODE == SIGMOID:
         # two calls and not one with a branch inside: either the score or its power is alive in the loop
         if tl.max(b_extra, 0) < float("inf"):
-            b_g = _add_thresholds(b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P, AXIS, MODE, True, PRECISE, ASM)
+            b_g = _add_thresholds(
+                b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P,
+                AXIS, MODE, DELTA, SLOPE, OFFSET, True, PRECISE, ASM,
+            )  # fmt: skip
         else:
-            b_g = _add_thresholds(b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P, AXIS, MODE, False, PRECISE, ASM)
+            b_g = _add_thresholds(
+                b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P,
+                AXIS, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM,
+            )  # fmt: skip
     else:
-        b_g = _add_thresholds(b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P, AXIS, MODE, False, PRECISE, ASM)
+        b_g = _add_thresholds(
+            b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P,
+            AXIS, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM,
+        )  # fmt: skip
     return b_g
 
 
 @triton.jit
 def _add_thresholds(
     b_g, b_s, b_extra, p_t, p_w, p_reached, m_v, m_reached, stride, P,
-    AXIS: tl.constexpr, MODE: tl.constexpr, FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+    AXIS: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     NOTHING: tl.constexpr = float("inf") if MODE == STEP else 0.0
     b_x = b_s
@@ -186,9 +221,9 @@ def _add_thresholds(
         if MODE != RAMP:
             p_t += step
             b_next_t = tl.load(p_t, mask=m_v, other=float("inf"))
-        if MODE == SIGMOID:
-            b_ahead, b_behind = _sigmoid(b_x, b_extra, b_t, FACTORED, PRECISE, ASM)
-            b_g += b_w * (b_ahead * b_behind)
+        if (MODE == SIGMOID) or (MODE == BOUND):  # noqa: SIM109
+            _, b_steep = _soft_step(b_x, b_extra, b_t, MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM)
+            b_g += b_w * b_steep
         elif MODE == STEP:  # w is the perturbed threshold
             b_now = b_w > b_s
             b_g += (b_now.to(tl.float32) - (b_t > b_s).to(tl.float32)) * b_extra
@@ -309,6 +344,11 @@ class Lowering(ABC, Generic[R]):
         self.differentiable, self.grad_fields = ranker.differentiable, ranker.grad_fields
 
     @property
+    def constants(self) -> dict[str, Any]:
+        """What the kernels are compiled for."""
+        return {"MODE": self.mode, "DELTA": 0.0, "SLOPE": 0.0, "OFFSET": 0.0}
+
+    @property
     def score_scale(self) -> float:
         """The kernels' scores are in multiples of 1 / score_scale."""
         return 1.0
@@ -420,6 +460,44 @@ class SigmoidLowering(Lowering[Sigmoid]):
         return d_thresholds + gradient
 
 
+class UpperBoundLowering(Lowering[UpperBound]):
+    """Sums of bounds and of their slopes; positives are ranked exactly."""
+
+    mode = BOUND
+    keeps_slopes = True
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        ranker = self.ranker
+        line = {"DELTA": ranker.delta * self.score_scale, "SLOPE": ranker.rho * ranker.tau, "OFFSET": ranker.offset}
+        return {"MODE": self.mode, **line}
+
+    @property
+    def score_scale(self) -> float:
+        return 1.4426950408889634 / self.ranker.tau  # of base 2
+
+    @property
+    def threshold_scale(self) -> float:
+        return self.score_scale
+
+    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
+        return positives.item_ranks(*_proper_ranks(counts, thresholds, positives))
+
+    def thresholds(self, positives: PositiveScores, key: int) -> Thresholds:
+        assert positives.columns is not None, "the source keeps what the kernels compare"
+        return Thresholds(positives.columns.t().contiguous())
+
+    def count_args(self, thresholds: Thresholds, width: int, device: torch.device) -> CountArgs:
+        return CountArgs(thresholds.columns, width)
+
+    def backward_args(self, thresholds: Thresholds, rank_grad: Tensor, kept: tuple[Tensor, Tensor]) -> BackwardArgs:
+        steepest = max(0.25, self.ranker.rho * self.ranker.tau)
+        return BackwardArgs(thresholds.columns, rank_grad, kept[1], rank_grad.abs().sum(dim=0).amax() * steepest)
+
+    def threshold_grad(self, rank_grad: Tensor, kept: tuple[Tensor, Tensor], args: BackwardArgs) -> Tensor:
+        return -(rank_grad * kept[0]).t()
+
+
 def _among_blocks(rows: Tensor) -> dict[str, int]:
     block = min(64, triton.next_power_of_2(rows.shape[1]))
     return {"BX": block, "BY": block}
@@ -524,6 +602,7 @@ class HistogramLowering(Lowering[Histogram]):
 LOWERINGS: Mapping[type[Ranker], type[Lowering[Any]]] = {
     Exact: ExactLowering,
     Sigmoid: SigmoidLowering,
+    UpperBound: UpperBoundLowering,
     Blackbox: BlackboxLowering,
     Histogram: HistogramLowering,
 }
