@@ -2,10 +2,12 @@
 
 import csv
 import json
+import math
 import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from rankgrad import cli
 from rankgrad.cli.train_commands import parse_seeds
 from rankgrad.recipes.catalogue import find
 from rankgrad.recipes.studies import STUDIES, studies_of
-from rankgrad.runs import study, sweep
-from rankgrad.runs.ledger import Entry, Ledger, as_csv, mean_and_deviation, percentages
+from rankgrad.runs import study, sweep, trials
+from rankgrad.runs.ledger import Entry, Ledger, as_csv, curves_as_csv, mean_and_deviation, percentages, with_interval
+from rankgrad.runs.pipeline import TrialResult
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.retrieval_task import RetrievalTask
 from rankgrad.runs.task import RunContext
@@ -35,14 +38,14 @@ class FakeTraining:
         self.runs: list[tuple[str, float, int, str]] = []
         self.fail_at = fail_at
 
-    def __call__(self, task, folder, *, splits):
+    def __call__(self, task, folder, *, splits, **options):
         recipe = task.recipe
         if len(self.runs) == self.fail_at:
             raise RuntimeError("the power went out")
         self.runs.append((recipe.validation, recipe.lr, recipe.seed, ",".join(splits)))
         scores = VALIDATION if splits == ["validation"] else TEST
         value = scores[recipe.lr] + 0.01 * recipe.seed
-        return {split: {"R@1": value, "mAP": value / 2} for split in splits}, 1.5
+        return TrialResult({split: {"R@1": value, "mAP": value / 2} for split in splits}, 1.5)
 
 
 class FakeTask:
@@ -52,15 +55,15 @@ class FakeTask:
     def with_recipe(self, recipe):
         return FakeTask(recipe)
 
-    def with_fitting_batch(self):
-        return self
+    def for_selection(self):
+        return FakeTask(replace(self.recipe, validation="half"))
 
     def test_splits(self):
         return ["test"]
 
 
 def run_sweep(folder: Path, training, monkeypatch, **options):
-    monkeypatch.setattr(sweep, "train_and_evaluate", training)
+    monkeypatch.setattr(trials, "train_and_evaluate", training)
     return sweep.run_sweep(FakeTask(), {"lr": (0.1, 0.2, 0.3)}, (0, 1), folder, **options)
 
 
@@ -114,7 +117,7 @@ def test_a_crashed_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
 
 def test_a_wrong_combination_is_found_before_anything_runs(tmp_path, monkeypatch):
     training = FakeTraining()
-    monkeypatch.setattr(sweep, "train_and_evaluate", training)
+    monkeypatch.setattr(trials, "train_and_evaluate", training)
     with pytest.raises(ValueError, match="`batch_size` must be a multiple of `per_class`"):
         sweep.run_sweep(FakeTask(), {"batch_size": (960, 961)}, (0,), tmp_path)
     assert training.runs == []
@@ -175,8 +178,17 @@ def test_the_ledger_survives_its_process(tmp_path):
 
 
 @pytest.mark.parametrize("chosen", studies_of(RetrievalRecipe).values(), ids=studies_of(RetrievalRecipe))
-def test_every_line_of_a_study_is_a_recipe_that_sees_as_many_images(chosen):
-    images = 19_280
+def test_every_line_of_a_study_is_a_recipe(chosen):
+    assert len({v.label for v in chosen.variations if v.group == chosen.variations[0].group}) > 1
+    for variation in chosen.variations:
+        recipe = chosen.base.with_settings(variation.changes)
+        for grid in variation.grids:
+            for value in grid.values:
+                recipe.with_settings({grid.setting: value})
+
+
+def test_every_line_of_omniglot_sees_as_many_images():
+    chosen, images = STUDIES["omniglot"], 19_280
     sized = {v.label: study.match_budget(chosen.base, chosen.base.with_settings(v.changes), images) for v in chosen.variations}
     seen = chosen.base.epochs * images
     for recipe in sized.values():
@@ -203,9 +215,10 @@ def test_the_same_settings_in_two_groups_run_once(tree, tmp_path, monkeypatch, c
         recipe = task.recipe
         ran.append(recipe)
         (run.path / "checkpoints").mkdir(parents=True)
-        return {"test": dict.fromkeys(STUDIES["omniglot"].metrics, 0.5 + 0.001 * recipe.bins + 0.0001 * recipe.seed)}, 2.0
+        value = 0.5 + 0.001 * recipe.bins + 0.0001 * recipe.seed
+        return TrialResult({"test": dict.fromkeys(STUDIES["omniglot"].metrics, value)}, 2.0)
 
-    monkeypatch.setattr(study, "train_and_evaluate", training)
+    monkeypatch.setattr(trials, "train_and_evaluate", training)
     chosen = STUDIES["omniglot"]
     task = RetrievalTask(chosen.base, RunContext(tree("omniglot"), CPU))
     changes = {"partial": True, "batch_size": 12}
@@ -220,6 +233,109 @@ def test_the_same_settings_in_two_groups_run_once(tree, tmp_path, monkeypatch, c
     assert (tmp_path / "omniglot.md").read_text() == table + "\n"
     with (tmp_path / "omniglot.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 2 * len(labels)
+
+
+class PeakedTraining:
+    """Validation and test R@1 fall off from lr 8e-3 and bins 20; what ran is recorded."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, float, int, int, int]] = []
+
+    def __call__(self, task, folder, *, splits, watch, checkpoints, **options):
+        recipe, [split] = task.recipe, splits
+        assert not checkpoints
+        assert watch == (split == "test")
+        self.runs.append((split, recipe.lr, recipe.bins, recipe.seed, recipe.epochs))
+        value = 1 - 0.1 * abs(math.log2(recipe.lr / 8e-3)) - 0.01 * abs(recipe.bins - 20)
+        metrics = {"R@1": value, "mAP@R": value / 2}
+        found = TrialResult({split: metrics}, 60.0)
+        if split == "validation":
+            return found
+        curves = {split: [(1, {"R@1": value / 2, "mAP@R": 0.1, "other": 0.0}), (2, metrics)]}
+        return replace(found, intervals={split: {"R@1": (value - 0.01, value + 0.03), "other": (0.0, 1.0)}}, curves=curves)
+
+
+RATES = study.Grid("lr", (1e-3, 2e-3, 4e-3), extends=True)
+CHOOSING = study.Study(
+    "choosing",
+    replace(RECIPE, loss="fastap", epochs=9),
+    (
+        study.Variation("g", "both", {}, grids=(RATES, study.Grid("bins", (10, 20)))),
+        study.Variation("g", "fixed", {"lr": 8e-3}),
+    ),
+    metrics=("R@1", "mAP@R"),
+    selection=study.Selection("mAP@R", {"epochs": 3}),
+    watches=True,
+)
+
+
+def run_choosing(folder, monkeypatch, tree, **options):
+    training = PeakedTraining()
+    monkeypatch.setattr(trials, "train_and_evaluate", training)
+    task = RetrievalTask(CHOOSING.base, RunContext(tree("omniglot"), CPU))
+    changes = {"partial": True, "batch_size": 12, **options.pop("changes", {})}
+    return training.runs, study.run_study(CHOOSING, task, (0, 1), folder, changes=changes, **options)
+
+
+def test_open_settings_are_chosen_on_validation_classes_one_after_another(tree, tmp_path, monkeypatch):
+    runs, table = run_choosing(tmp_path, monkeypatch, tree)
+    assert runs == [
+        # the best of three rates is the last one, so larger ones are tried until they are worse
+        *(("validation", lr, 10, 0, 3) for lr in (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)),
+        # 10 bins at the chosen rate were run before
+        ("validation", 8e-3, 20, 0, 3),
+        ("test", 8e-3, 20, 0, 9),
+        ("test", 8e-3, 10, 0, 9),
+        ("test", 8e-3, 20, 1, 9),
+        ("test", 8e-3, 10, 1, 9),
+    ]
+    assert re.search(
+        r"^\| both +\| 100\.0 ± 0\.0 \[99\.0, 103\.0\] \| 50\.0 ± 0\.0 +\| lr=0\.008 bins=20 \|", table, re.MULTILINE
+    )
+    with (tmp_path / "choosing.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["split"], row["changes"]) for row in rows[5:9]] == [
+        ("validation", "lr=0.008 bins=10"),
+        ("validation", "lr=0.008 bins=20"),
+        ("test", "lr=0.008 bins=20"),
+        ("test", "lr=0.008 bins=20"),
+    ]
+    assert (rows[0]["R@1 low"], rows[8]["R@1 low"], rows[8]["R@1 high"]) == ("", "0.990000", "1.030000")
+    with (tmp_path / "choosing-curves.csv").open(newline="") as file:
+        curve = [(row["label"], row["seed"], row["epoch"], row["R@1"]) for row in csv.DictReader(file)]
+    assert curve[:3] == [("both", "0", "1", "0.500000"), ("both", "0", "2", "1.000000"), ("both", "1", "1", "0.500000")]
+    assert len(curve) == 8
+    again, same = run_choosing(tmp_path, monkeypatch, tree)
+    assert (again, same) == ([], table)
+
+
+def test_the_command_line_decides_what_a_study_would_choose(tree, tmp_path, monkeypatch):
+    runs, _ = run_choosing(tmp_path, monkeypatch, tree, changes={"lr": 2e-3}, only="both")
+    assert {lr for _, lr, *_ in runs} == {2e-3}
+    assert [bins for split, _, bins, *_ in runs if split == "test"] == [20, 20]
+
+
+def test_a_study_stops_between_runs_and_a_second_call_continues(tree, tmp_path, monkeypatch):
+    clock = iter(range(0, 10**6, 60))
+    monkeypatch.setattr(trials, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    first, text = run_choosing(tmp_path, monkeypatch, tree, minutes=8.5)
+    assert "stopped after 8.5 minutes: 3 tests are missing; the same command continues" in text
+    assert [split for split, *_ in first].count("test") == 1
+    assert "| both" in text
+    second, text = run_choosing(tmp_path, monkeypatch, tree, minutes=8.5)
+    assert "missing" not in text
+    assert len(first) + len(second) == 10
+    assert not set(first) & set(second)
+
+
+def test_intervals_are_those_of_all_runs_or_none():
+    entries = [
+        Entry("a", "g", "l", {}, 0, "test", {"R@1": 0.5}, 1.0, {"R@1": (0.4, 0.6)}),
+        Entry("b", "g", "l", {}, 1, "test", {"R@1": 0.5}, 1.0, {"R@1": (0.44, 0.64)}),
+    ]
+    assert with_interval("50.0", entries, "R@1") == "50.0 [42.0, 62.0]"
+    assert with_interval("50.0", [*entries, replace(entries[0], intervals={})], "R@1") == "50.0"
+    assert curves_as_csv(entries) == "group,label,changes,seed,split,epoch\n"
 
 
 def test_a_real_sweep_in_miniature(tree, tmp_path, capsys):

@@ -85,6 +85,19 @@ def test_the_seed_decides(tmp_path):
     assert not torch.equal(runs[0], runs[2]), "dropout must depend on the seed"
 
 
+def test_a_run_without_checkpoints_ends_with_the_same_weights(tmp_path):
+    options = {"evaluators": {"held out": held_out}, "select": "held out"}
+    kept, _ = train(tmp_path / "kept", **options)
+    model, outcome = train(tmp_path / "none", checkpoints=False, **options)
+    assert torch.equal(flat(model), flat(kept))
+    assert outcome.folder is None
+    assert outcome.metrics["held out"]
+    assert not list((tmp_path / "none" / "checkpoints").iterdir())
+    assert not entries(tmp_path / "none", "checkpoint")
+    with pytest.raises(ValueError, match="fit: a run without checkpoints cannot be resumed: use resume=False"):
+        train(tmp_path / "none", checkpoints=False, resume=True)
+
+
 def test_steps_end_a_run_in_the_middle_of_an_epoch(tmp_path):
     model, outcome = train(tmp_path, changed(epochs=0, steps=7), model=network(dropout=0.0))
     assert (outcome.reason, outcome.step, outcome.epoch) == ("finished", 7, 2)

@@ -169,6 +169,9 @@ def study(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     parser.add_argument("--seeds", metavar="N or A,B", default=str(seeds), help="how many seeds, or which [%(default)s]")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="one line per run; a table is written beside it [in --out]")
     parser.add_argument("--out", metavar="DIR", type=Path, help=f"folder of the runs [runs/{prefix}-STUDY]")
+    parser.add_argument(
+        "--minutes", metavar="N", type=float, default=0.0, help="stop between two runs after this long; a second call continues"
+    )
     parser.add_argument("--debug", action="store_true", help="run a tiny version of each, to try everything")
     _add_context(parser, kind)
     add_settings(parser, kind.recipe)
@@ -184,6 +187,7 @@ def study(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
         changes=changed_settings(given, kind.recipe),
         only=given.only,
         csv=given.csv,
+        minutes=given.minutes,
         debug=given.debug,
     )
     print(f"\n{text}")

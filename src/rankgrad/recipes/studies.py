@@ -11,14 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from rankgrad.detection.detection_recipe import DetectionRecipe
+from rankgrad.recipes import cars_studies
 from rankgrad.recipes.catalogue import find
 from rankgrad.recipes.recall_at_k import SIMIX_KS
 from rankgrad.recipes.starters import OMNIGLOT
 from rankgrad.runs.recipe import Recipe
 from rankgrad.runs.study import Study, Variation
-
-# longer than any run: a study keeps results, not checkpoints
-NEVER = 10**9
 
 LOSSES: Mapping[str, str] = {
     "RecallAtKLoss": "recall-at-k",
@@ -86,7 +84,6 @@ STUDIES: Mapping[str, Study] = {
             name="omniglot-study",
             lam=4.0,
             margin=0.02,
-            checkpoint_every=NEVER,
             evaluate_every=0,
             log_every=50,
         ),
@@ -94,6 +91,7 @@ STUDIES: Mapping[str, Study] = {
         metrics=("R@1", "R@4", "mAP", "mAP@R"),
         matches_budget=True,
     ),
+    **cars_studies.STUDIES,
     "shapes": _detection("shapes"),
     "cells": _detection("cells"),
 }

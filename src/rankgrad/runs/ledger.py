@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,20 @@ from rankgrad.runs.recipe import Recipe
 
 @dataclass(frozen=True)
 class Entry:
-    """The result of a finished run on one split."""
+    """The result of a finished run on one split.
+
+    Attributes:
+        key: digest of its settings, see `key_of`.
+        group: heading of its table.
+        label: of its line there.
+        changes: settings that make the line.
+        seed: of the run.
+        split: what was tested on.
+        metrics: of the last weights.
+        seconds: of the whole run.
+        intervals: 95% confidence intervals of some metrics.
+        curve: metrics over the course of training, each with its `epoch`.
+    """
 
     key: str
     group: str
@@ -27,11 +40,15 @@ class Entry:
     split: str
     metrics: Mapping[str, float]
     seconds: float
+    intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    curve: Sequence[Mapping[str, float]] = field(default_factory=list)
 
 
 def key_of(recipe: Recipe, split: str) -> str:
     """Digest of settings and split; the recipe's name does not count."""
-    text = json.dumps({**recipe.settings(), "split": split}, sort_keys=True)
+    # settings that came later and are as they were before leave the key of a finished run as it is
+    settings = {name: value for name, value in recipe.settings().items() if (name, value) not in recipe.before_setting.items()}
+    text = json.dumps({**settings, "split": split}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -79,17 +96,51 @@ def percentages(entries: Sequence[Entry], metric: str) -> str:
     return f"{100 * mean:.1f} ± {100 * deviation:.1f}" if len(entries) > 1 else f"{100 * mean:.1f}"
 
 
+def with_interval(text: str, entries: Sequence[Entry], metric: str) -> str:
+    """`text` and the mean of the runs' intervals of a metric in percent, where all have one."""
+    if not all(metric in entry.intervals for entry in entries):
+        return text
+    low, high = (100 * statistics.fmean(entry.intervals[metric][end] for entry in entries) for end in (0, 1))
+    return f"{text} [{low:.1f}, {high:.1f}]"
+
+
 def as_csv(entries: Iterable[Entry]) -> str:
     """A line per run and split."""
     rows = list(entries)
     metrics = list(dict.fromkeys(metric for entry in rows for metric in entry.metrics))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["group", "label", "changes", "seed", "split", *metrics, "seconds"])
+    bounded = list(dict.fromkeys(metric for entry in rows for metric in entry.intervals))
+    bounds = [f"{metric} {end}" for metric in bounded for end in ("low", "high")]
+    lines: list[list[Any]] = [["group", "label", "changes", "seed", "split", *metrics, *bounds, "seconds"]]
     for entry in rows:
-        changes = " ".join(f"{name}={_plain(value)}" for name, value in entry.changes.items())
-        values = [f"{entry.metrics[metric]:.6f}" if metric in entry.metrics else "" for metric in metrics]
-        writer.writerow([entry.group, entry.label, changes, entry.seed, entry.split, *values, f"{entry.seconds:.1f}"])
+        values = [_decimal(entry.metrics.get(metric)) for metric in metrics]
+        ends = [_decimal(end) for metric in bounded for end in entry.intervals.get(metric, (None, None))]
+        lines.append([*_names(entry), *values, *ends, f"{entry.seconds:.1f}"])
+    return _csv(lines)
+
+
+def curves_as_csv(entries: Iterable[Entry]) -> str:
+    """A line per evaluation while training."""
+    rows = [(entry, point) for entry in entries for point in entry.curve]
+    metrics = list(dict.fromkeys(name for _, point in rows for name in point if name != "epoch"))
+    lines: list[list[Any]] = [["group", "label", "changes", "seed", "split", "epoch", *metrics]]
+    lines += [
+        [*_names(entry), int(point["epoch"]), *(_decimal(point.get(metric)) for metric in metrics)] for entry, point in rows
+    ]
+    return _csv(lines)
+
+
+def _names(entry: Entry) -> list[Any]:
+    changes = " ".join(f"{name}={_plain(value)}" for name, value in entry.changes.items())
+    return [entry.group, entry.label, changes, entry.seed, entry.split]
+
+
+def _decimal(value: float | None) -> str:
+    return "" if value is None else f"{value:.6f}"
+
+
+def _csv(lines: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue()
 
 

@@ -9,7 +9,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -22,7 +22,8 @@ from rankgrad.runs.results_table import comparison
 from rankgrad.runs.run_folder import DEBUG_NOTICE, UNTRAINED, RunFile, RunFolder
 from rankgrad.runs.task import VALIDATION, SplitResult, Task, TestIdentity
 from rankgrad.train.errors import TrainingError
-from rankgrad.train.loop import fit
+from rankgrad.train.journal import JOURNAL, entries
+from rankgrad.train.loop import Evaluator, fit
 from rankgrad.train.processes import Processes
 from rankgrad.train.resume import FitResult
 
@@ -109,36 +110,93 @@ def evaluate_run(
     return _test(task, model, folder, found, splits=splits, protocol=protocol, debug=saved_file.debug)
 
 
-def train_and_evaluate(
-    task: Task, folder: RunFolder, *, splits: Sequence[str], save: bool = False, debug: bool = False
-) -> tuple[Mapping[str, Mapping[str, float]], float]:
-    """Train, or continue training, in `folder`; the metrics of the last weights on `splits`, and the seconds it took.
+@dataclass(frozen=True)
+class TrialResult:
+    """What a run of a sweep or study gave.
 
-    Used by sweeps and studies.
+    Attributes:
+        metrics: of the last weights, by split.
+        seconds: what training and tests took.
+        intervals: 95% confidence intervals of the metrics, by test split.
+        curves: by test split that was watched, (epoch, metrics) at every evaluation.
+    """
+
+    metrics: Mapping[str, Mapping[str, float]]
+    seconds: float
+    intervals: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    curves: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]] = field(default_factory=dict)
+
+
+def train_and_evaluate(
+    task: Task,
+    folder: RunFolder,
+    *,
+    splits: Sequence[str],
+    save: bool = False,
+    watch: bool = False,
+    checkpoints: bool = True,
+    debug: bool = False,
+) -> TrialResult:
+    """Train, or continue training, in `folder`, and test the last weights. Used by sweeps and studies.
 
     Args:
         task: what to train.
         folder: where.
         splits: what to test on; "validation" are the classes that the recipe sets aside.
         save: write the results to the folder.
+        watch: test while training too, every `evaluate_every` epochs. Nothing is selected by it.
+        checkpoints: False writes none: a run that is stopped starts again.
         debug: the run is a shrunk one.
     """
     began = time.perf_counter()
+    tests = [split for split in splits if split != VALIDATION]
+    watchers = {split: _Watcher(task, split, folder) for split in tests if watch}
     with folder.training(task.context.processes):
-        model, outcome = _train(task, folder, resume=folder.is_begun, debug=debug)
+        resume = checkpoints and folder.is_begun
+        model, outcome = _train(task, folder, resume=resume, debug=debug, watchers=watchers, checkpoints=checkpoints)
         if outcome.reason == "interrupted":
             raise KeyboardInterrupt
-        scores = {split: dict(outcome.metrics[VALIDATION]) for split in splits if split == VALIDATION}
-        tests = [split for split in splits if split != VALIDATION]
+        metrics = {split: dict(outcome.metrics[VALIDATION]) for split in splits if split == VALIDATION}
         tester = _Tester(task, model, folder, _TestedWeights("last", outcome.step), debug=debug, is_saved=save)
+        results: dict[str, SplitResult] = {}
         with folder.evaluating(task.context.processes):
-            scores |= {split: dict(tester.test(split).metrics) for split in tests}
+            for split in tests:
+                watched = watchers[split].result if split in watchers else None
+                # the last evaluation of training is that of the last weights
+                results[split] = watched if watched and not save else tester.test(split)
         tester.raise_problems()
-    return scores, time.perf_counter() - began
+    metrics |= {split: dict(result.metrics) for split, result in results.items()}
+    intervals = {split: dict(result.intervals()) for split, result in results.items()}
+    return TrialResult(metrics, time.perf_counter() - began, intervals, {split: _curve(folder, split) for split in watchers})
+
+
+class _Watcher:
+    """Tests on a split while training, and has the last result."""
+
+    def __init__(self, task: Task, split: str, folder: RunFolder) -> None:
+        self.task, self.split, self.folder = task, split, folder
+        self.result: SplitResult | None = None
+
+    def __call__(self, model: nn.Module) -> Mapping[str, float]:
+        self.result = self.task.make_evaluator(model)(self.split, protocol=None, scratch=self.folder.path)
+        return self.result.metrics
+
+
+def _curve(folder: RunFolder, split: str) -> list[tuple[int, Mapping[str, float]]]:
+    found = (entry for entry in entries(folder.path / JOURNAL) if entry["kind"] == "eval" and entry["split"] == split)
+    # a run that was started again has written some of them twice
+    return list({int(entry["epoch"]): entry["metrics"] for entry in found}.items())
 
 
 def _train(
-    task: Task, folder: RunFolder, *, resume: bool, debug: bool, tests_untrained: bool = False
+    task: Task,
+    folder: RunFolder,
+    *,
+    resume: bool,
+    debug: bool,
+    tests_untrained: bool = False,
+    watchers: Mapping[str, Evaluator] | None = None,
+    checkpoints: bool = True,
 ) -> tuple[nn.Module, FitResult]:
     context, recipe = task.context, task.recipe
     for note in task.notes():
@@ -167,7 +225,7 @@ def _train(
             recipe.train_settings(parallel=context.parallel),
             folder.path,
             param_groups=task.param_groups(model, loss),
-            evaluators=task.evaluators(),
+            evaluators={**task.evaluators(), **(watchers or {})},
             select=task.selected_on(),
             device=context.device,
             resume=resume,
@@ -176,6 +234,7 @@ def _train(
             trackers=make_trackers(folder.path, tensorboard=context.tensorboard, wandb=context.wandb),
             resume_hint=f"Continue with: {task.command} --resume {folder}",
             processes=context.processes,
+            checkpoints=checkpoints,
         )
     return model, outcome
 

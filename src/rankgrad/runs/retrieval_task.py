@@ -70,12 +70,18 @@ class RetrievalTask:
     def with_recipe(self, recipe: RetrievalRecipe) -> Self:
         return type(self)(recipe, self.context, self.data)
 
-    def with_fitting_batch(self) -> Self:
-        """The same task, its batch lowered to what the training classes can fill, with a note; for a part of the classes."""
-        recipe = self.recipe
+    def for_selection(self) -> Self:
+        """Validation classes are set aside, and the batch is lowered to what the others can fill, with a note."""
+        # judged by the last weights, as the chosen setting will be: it has no classes left to select a checkpoint on
+        recipe = replace(
+            self.recipe,
+            validation="split" if self.recipe.validation == "split" else "half",
+            evaluate_every=0,
+            patience=0,
+        )
         most = fitting_batch(recipe, self.data.training(recipe)[0].selected) if recipe.batch_size else 0
         if recipe.batch_size <= most or not most:
-            return self
+            return self.with_recipe(recipe)
         self.context.note(
             f"batches have {most:,} images instead of {recipe.batch_size:,} while validation classes are set aside: the other "
             "classes have no more"

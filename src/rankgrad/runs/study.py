@@ -1,32 +1,76 @@
-"""Studies: lists of changes to one base recipe, each run with several seeds, as tables."""
+"""Studies: lists of changes to one base recipe, each run with several seeds, as tables.
+
+A line may leave settings open. They are chosen on validation classes, one after another, before it is tested.
+"""
 
 import math
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from rankgrad._files import replace_file
 from rankgrad._messages import format_duration, markdown_table
-from rankgrad.runs.ledger import Entry, Ledger, as_csv, key_of, percentages
-from rankgrad.runs.pipeline import train_and_evaluate
-from rankgrad.runs.recipe import Recipe
-from rankgrad.runs.run_folder import RunFolder
-from rankgrad.runs.task import Task
+from rankgrad.runs.ledger import Entry, as_csv, curves_as_csv, percentages, with_interval
+from rankgrad.runs.recipe import Recipe, format_value
+from rankgrad.runs.retrieval_recipe import RetrievalRecipe
+from rankgrad.runs.retrieval_task import RetrievalTask
+from rankgrad.runs.task import VALIDATION, Task
+from rankgrad.runs.trials import OutOfTimeError, Trials
 
 TEST = "test"
+# how far a grid is continued beyond its ends
+MOST_EXTENSIONS = 2
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Values of a setting to choose from.
+
+    Attributes:
+        setting: its name.
+        values: what to try, in ascending order where the grid extends.
+        extends: go on in the same ratio where the best is the first or last value.
+    """
+
+    setting: str
+    values: tuple[Any, ...]
+    extends: bool = False
+
+    def beyond(self, best: Any, tried: Sequence[Any]) -> float | None:
+        """The next value to try when `best` is at an end of those that were tried."""
+        if not self.extends or len(tried) - len(self.values) >= MOST_EXTENSIONS:
+            return None
+        ratio = self.values[1] / self.values[0]
+        step = {min(tried): 1 / ratio, max(tried): ratio}.get(best)
+        return None if step is None else float(f"{best * step:.3g}")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How a study chooses the settings that its lines leave open: by one shorter run each, on validation classes.
+
+    Attributes:
+        metric: the largest is chosen.
+        changes: settings of the runs, such as fewer epochs.
+        seed: of the runs.
+    """
+
+    metric: str
+    changes: Mapping[str, Any]
+    seed: int = 0
 
 
 @dataclass(frozen=True)
 class Variation:
-    """A line of a study's table: what is changed in the base, or a recipe in its place."""
+    """A line of a study's table: what is changed in the base, or a recipe in its place, and what is chosen."""
 
     group: str
     label: str
     changes: Mapping[str, Any]
     base: Recipe | None = None
+    grids: tuple[Grid, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,6 +84,8 @@ class Study:
         metrics: columns of the table, () for all metrics there are.
         matches_budget: whether all lines see as many training images, whatever their batch size (`match_budget`).
         saves_results: whether the folder of each run keeps its result.
+        selection: how open settings are chosen; None tests every line as it is.
+        watches: whether lines are also tested while they train, every `evaluate_every` epochs.
     """
 
     name: str
@@ -48,6 +94,8 @@ class Study:
     metrics: tuple[str, ...] = ()
     matches_budget: bool = False
     saves_results: bool = False
+    selection: Selection | None = None
+    watches: bool = False
 
     def chosen(self, pattern: str) -> tuple[Variation, ...]:
         """The variations whose group or label contains `pattern`, or matches it as a shell pattern."""
@@ -59,6 +107,17 @@ class Study:
         return found
 
 
+@dataclass
+class _Line:
+    """A variation, its recipe, and its finished runs."""
+
+    variation: Variation
+    recipe: Recipe
+    chosen: dict[str, Any] = field(default_factory=dict)
+    validated: list[Entry] = field(default_factory=list)
+    tested: list[Entry] = field(default_factory=list)
+
+
 def run_study(
     study: Study,
     task: Task,
@@ -68,12 +127,13 @@ def run_study(
     changes: Mapping[str, Any] | None = None,
     only: str = "",
     csv: Path | None = None,
+    minutes: float = 0.0,
     debug: bool = False,
 ) -> str:
     """Run the chosen lines with every seed; returns the table.
 
     A file with a line for each run, and the table beside it, are written after every run. A study that was stopped continues
-    where it was: a finished run is a line of the ledger, an unfinished one is resumed.
+    where it was: a finished run is a line of the ledger. All lines are run with the first seed before the second begins.
 
     Args:
         study: what to run.
@@ -83,23 +143,36 @@ def run_study(
         changes: settings that hold for all lines, whatever they change.
         only: which lines, see `Study.chosen`.
         csv: the file, by default in `folder`.
+        minutes: stop before the run that would take longer; 0 for no limit.
         debug: run the debug version of each line.
     """
-    ledger = Ledger(folder / "ledger.jsonl")
+    trials = Trials(
+        folder,
+        checkpoints="unfinished" if study.saves_results else "none",
+        save=study.saves_results,
+        minutes=minutes,
+        debug=debug,
+    )
     csv = csv or folder / f"{study.name}.csv"
     csv.parent.mkdir(parents=True, exist_ok=True)
-    planned = _planned(study, task, changes or {}, only=only, debug=debug)
-    rows: list[tuple[Variation, list[Entry]]] = []
+    changes = changes or {}
+    lines = [
+        _Line(variation, recipe) for variation, recipe in _planned(study, task, changes, only=only, debug=debug)
+    ]  # fmt: skip
     text = ""
-    for number, (variation, recipe) in enumerate(planned, start=1):
-        rows.append((variation, []))
+    try:
         for seed in seeds:
-            run = task.with_recipe(replace(recipe, seed=seed))
-            entry = _entry(study, variation, run, folder, ledger, f"{number}/{len(planned)}", debug=debug)
-            rows[-1][1].append(entry)
-            replace_file(csv, as_csv(entry for _, entries in rows for entry in entries))
-            text = _tables(study, rows)
-            replace_file(csv.with_suffix(".md"), text + "\n")
+            for number, line in enumerate(lines, start=1):
+                title = f"{number}/{len(lines)} {line.variation.group}: {line.variation.label}"
+                if study.selection and seed == seeds[0]:
+                    assert isinstance(task, RetrievalTask), "only retrieval has validation classes"
+                    _select(study.selection, line, task, trials, title, changes)
+                _test(study, line, task, trials, title, seed)
+                text = _write(study, lines, csv)
+    except OutOfTimeError:
+        text = _write(study, lines, csv)
+        missing = len(seeds) * len(lines) - sum(len(line.tested) for line in lines)
+        text = f"{text}\n\nstopped after {minutes:g} minutes: {missing} tests are missing; the same command continues"
     return text
 
 
@@ -133,35 +206,75 @@ def match_budget(base: Any, recipe: Any, images: int) -> Any:
     return replace(recipe, lr=recipe.lr * growth, steps=steps, warmup_steps=warmup_steps)
 
 
-def _entry(study: Study, variation: Variation, task: Task, folder: Path, ledger: Ledger, number: str, *, debug: bool) -> Entry:
-    key = key_of(task.recipe, TEST)
-    known = ledger.get(key)
-    if known:
-        # the same settings may stand in several groups
-        return replace(known, group=variation.group, label=variation.label, changes=dict(variation.changes))
-    print(f"{number} {variation.group}: {variation.label}, seed {task.recipe.seed}", flush=True)
-    run = RunFolder(folder / "runs" / key)
-    scores, seconds = train_and_evaluate(task, run, splits=[TEST], save=study.saves_results, debug=debug)
-    seed = task.recipe.seed
-    entry = Entry(key, variation.group, variation.label, dict(variation.changes), seed, TEST, scores[TEST], seconds)
-    ledger.add(entry)
-    # results and curves are kept; the weights of a study would fill a disk
-    shutil.rmtree(run.path / "checkpoints")
-    return entry
+def _select(
+    selection: Selection, line: _Line, task: RetrievalTask, trials: Trials, title: str, changes: Mapping[str, Any]
+) -> None:  # fmt: skip
+    """Choose the open settings of a line, one after another: each with what was chosen before it."""
+    shared = {**selection.changes, "seed": selection.seed}
+    for grid in line.variation.grids:
+        if grid.setting in changes:
+            continue
+        scores: dict[Any, float] = {}
+        waiting = list(grid.values)
+        while waiting:
+            value = waiting.pop(0)
+            tried = {**line.chosen, grid.setting: value}
+            recipe = line.recipe.with_settings({**shared, **tried, **changes})
+            assert isinstance(recipe, RetrievalRecipe)
+            settings = " ".join(f"{name}={format_value(given)}" for name, given in tried.items())
+            [entry] = trials.run(
+                task.with_recipe(recipe).for_selection(),
+                [VALIDATION],
+                f"{title}, {settings}",
+                group=line.variation.group,
+                label=line.variation.label,
+                changes=tried,
+            )
+            line.validated.append(entry)
+            scores[value] = entry.metrics[selection.metric]
+            if not waiting:
+                further = grid.beyond(max(scores, key=scores.__getitem__), list(scores))
+                waiting += [] if further is None else [further]
+        line.chosen[grid.setting] = max(scores, key=scores.__getitem__)
 
 
-def _tables(study: Study, rows: Sequence[tuple[Variation, Sequence[Entry]]]) -> str:
+def _test(study: Study, line: _Line, task: Task, trials: Trials, title: str, seed: int) -> None:
+    recipe = replace(line.recipe.with_settings(line.chosen), seed=seed)
+    line.tested += trials.run(
+        task.with_recipe(recipe),
+        [TEST],
+        title,
+        group=line.variation.group,
+        label=line.variation.label,
+        changes={**line.variation.changes, **line.chosen},
+        watched_metrics=study.metrics if study.watches else (),
+    )
+
+
+def _write(study: Study, lines: Sequence[_Line], csv: Path) -> str:
+    """Write all tables; returns the one of the results."""
+    entries = [entry for line in lines for entry in (*line.validated, *line.tested)]
+    replace_file(csv, as_csv(entries))
+    if study.watches:
+        replace_file(csv.with_name(f"{csv.stem}-curves.csv"), curves_as_csv(entries))
+    text = _tables(study, [line for line in lines if line.tested])
+    replace_file(csv.with_suffix(".md"), text + "\n")
+    return text
+
+
+def _tables(study: Study, lines: Sequence[_Line]) -> str:
     parts = []
-    for group in dict.fromkeys(variation.group for variation, _ in rows):
-        lines = [(variation, entries) for variation, entries in rows if variation.group == group]
-        metrics = study.metrics or tuple(lines[0][1][0].metrics)
+    for group in dict.fromkeys(line.variation.group for line in lines):
+        found = [line for line in lines if line.variation.group == group]
+        metrics = study.metrics or tuple(found[0].tested[0].metrics)
         cells = [
             [
-                variation.label,
-                *(percentages(entries, metric) for metric in metrics),
-                format_duration(sum(entry.seconds for entry in entries)),
+                line.variation.label,
+                *(with_interval(percentages(line.tested, metric), line.tested, metric) for metric in metrics),
+                *([" ".join(f"{name}={format_value(v)}" for name, v in line.chosen.items())] if study.selection else []),
+                format_duration(sum(entry.seconds for entry in line.tested)),
             ]
-            for variation, entries in lines
+            for line in found
         ]
-        parts.append(markdown_table([group, *metrics, "time"], cells))
+        parts.append(markdown_table([group, *metrics, *(["chosen"] if study.selection else []), "time"], cells))
     return "\n\n".join(parts)

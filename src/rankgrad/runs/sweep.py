@@ -12,14 +12,13 @@ from typing import Any
 
 from rankgrad._files import replace_file
 from rankgrad._messages import did_you_mean, markdown_table, plural
-from rankgrad.runs.ledger import Entry, Ledger, as_csv, key_of, mean_and_deviation, percentages
-from rankgrad.runs.pipeline import train_and_evaluate
+from rankgrad.runs.ledger import Entry, as_csv, mean_and_deviation, percentages
 from rankgrad.runs.recipe import flag_of, format_value, settings_of
 from rankgrad.runs.retrieval_evaluation import is_headline
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.retrieval_task import RetrievalTask
-from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import VALIDATION
+from rankgrad.runs.trials import Trials
 
 # set by the sweep itself
 FIXED = ("validation", "seed")
@@ -117,21 +116,15 @@ def run_sweep(
         metric: what to choose by.
     """
     recipe = task.recipe
-    ledger = Ledger(folder / "ledger.jsonl")
-    # judged by the last weights, as the chosen setting will be: it has no classes left to select a checkpoint on
-    choosing = replace(
-        recipe, validation="split" if recipe.validation == "split" else "half", evaluate_every=0, patience=0
-    )  # fmt: skip
+    trials = Trials(folder, checkpoints="all")
     # all combinations are checked before the first one is trained: a wrong value in the last should not cost hours
-    planned = [(changes, choosing.with_settings(changes)) for changes in combinations(grid)]
+    planned = [(changes, recipe.with_settings(changes)) for changes in combinations(grid)]
     validated = []
     for changes, variant in planned:
         entries = tuple(
             entry
             for seed in seeds
-            for entry in _entries(
-                task.with_recipe(replace(variant, seed=seed)).with_fitting_batch(), changes, folder, ledger, group=VALIDATION
-            )
+            for entry in _entries(task.with_recipe(replace(variant, seed=seed)).for_selection(), changes, trials, VALIDATION)
         )
         if metric not in entries[0].metrics:
             raise ValueError(f"--metric must be one of {', '.join(entries[0].metrics)}, got {metric!r}")
@@ -141,32 +134,26 @@ def run_sweep(
     tested = tuple(
         entry
         for seed in seeds
-        for entry in _entries(task.with_recipe(replace(final, seed=seed)), chosen, folder, ledger, group="test")
+        for entry in _entries(task.with_recipe(replace(final, seed=seed)), chosen, trials, "test")
     )  # fmt: skip
     found = SweepResult(chosen, tuple(validated), tested, metric)
     _write(found, recipe, folder)
     return found
 
 
-def _entries(task: RetrievalTask, changes: Mapping[str, Any], folder: Path, ledger: Ledger, *, group: str) -> list[Entry]:
-    """The entries of a run, from the ledger or from running it; a run that was stopped is resumed."""
-    recipe = task.recipe
+def _entries(task: RetrievalTask, changes: Mapping[str, Any], trials: Trials, group: str) -> list[Entry]:
     splits = [VALIDATION] if group == VALIDATION else list(task.test_splits())
-    known = [ledger.get(key_of(recipe, split)) for split in splits]
-    if all(known):
-        return [entry for entry in known if entry]
     label = label_of(changes)
-    print(f"{group}: {label}, seed {recipe.seed}", flush=True)
-    name = "-".join([group, *label.replace("/", "_").split(), f"seed={recipe.seed}"])
-    name = name if len(name) <= LONGEST_NAME else f"{group}-{key_of(recipe, splits[0])}"
-    scores, seconds = train_and_evaluate(task, RunFolder(folder / "runs" / name), splits=splits)
-    entries = [
-        Entry(key_of(recipe, split), group, label, dict(changes), recipe.seed, split, scores[split], seconds)
-        for split in splits
-    ]
-    for entry in entries:
-        ledger.add(entry)
-    return entries
+    name = "-".join([group, *label.replace("/", "_").split(), f"seed={task.recipe.seed}"])
+    return trials.run(
+        task,
+        splits,
+        f"{group}: {label}",
+        group=group,
+        label=label,
+        changes=changes,
+        name=name if len(name) <= LONGEST_NAME else "",
+    )
 
 
 def _write(found: SweepResult, recipe: RetrievalRecipe, folder: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -114,8 +115,6 @@ def entries(path: Path) -> Iterator[dict[str, Any]]:
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Versions, hardware and command of this process."""
-    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
-    versions = {"python": platform.python_version(), **{name: installed[name] for name in PACKAGES if name in installed}}
     hardware: dict[str, Any] = {
         "machine": platform.machine(),
         "system": platform.platform(),
@@ -126,7 +125,14 @@ def provenance(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         hardware |= {"gpu": properties.name, "gpu_memory": properties.total_memory, "cuda": torch.version.cuda}
-    return {"versions": versions, "hardware": hardware, "command": sys.argv}
+    return {"versions": dict(_versions()), "hardware": hardware, "command": sys.argv}
+
+
+@cache
+def _versions() -> Mapping[str, str]:
+    """Read once: a sweep of short runs would spend much of its time on it."""
+    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
+    return {"python": platform.python_version(), **{name: installed[name] for name in PACKAGES if name in installed}}
 
 
 def jsonable(value: Any) -> Any:

@@ -66,6 +66,7 @@ def fit(
     trackers: Sequence[Tracker] = (),
     resume_hint: str = "Continue with fit(..., resume=True).",
     processes: Processes = ALONE,
+    checkpoints: bool = True,
 ) -> FitResult:
     """Trains `model` and keeps journal and checkpoints in `folder`.
 
@@ -92,8 +93,11 @@ def fit(
         trackers: get every journal entry, on the first process.
         resume_hint: printed when the run is stopped.
         processes: those that train together, from `rankgrad.train.processes.join`.
+        checkpoints: False writes none: the trained model is in memory, and the run cannot be resumed.
     """
     evaluators = evaluators or {}
+    if resume and not checkpoints:
+        raise ValueError("fit: a run without checkpoints cannot be resumed: use resume=False or checkpoints=True")
     if select is not None and select not in evaluators:
         raise ValueError(f"fit: select must be one of the evaluators {sorted(evaluators)}, got {select!r}")
     if settings.patience and select is None:
@@ -117,7 +121,9 @@ def fit(
             item_names=getattr(batches, "item_names", None),
         )
         stack.callback(step.release)
-        training = _Training(step, batches, store, dict(evaluators), select, dict(identity or {}), trackers, resume_hint)
+        training = _Training(
+            step, batches, store, dict(evaluators), select, dict(identity or {}), trackers, resume_hint, saves=checkpoints
+        )
         return training.run(stack, resume, dict(description or {}))
 
 
@@ -136,8 +142,10 @@ class _Training:
         identity: dict[str, Any],
         trackers: Sequence[Tracker],
         resume_hint: str,
+        *,
+        saves: bool,
     ) -> None:
-        self.step, self.batches, self.store = step, batches, store
+        self.step, self.batches, self.store, self.saves = step, batches, store, saves
         self.model, self.settings, self.device, self.processes = step.model, step.settings, step.device, step.processes
         self.evaluators, self.select, self.trackers, self.resume_hint = evaluators, select, trackers, resume_hint
         self.total = self.settings.total_steps(len(batches))
@@ -179,17 +187,16 @@ class _Training:
         self.step.gather_weights()
         self._log("end", reason=reason, seconds=time.perf_counter() - start, best=self.state.best)
         if reason == "interrupted":
-            self.progress.say(
-                f"stopped by {self.stop_signal.name or 'another process'} after step {self.state.step} of {self.total}; "
-                f"the checkpoint is written. {self.resume_hint}"
-            )
+            kept = f"the checkpoint is written. {self.resume_hint}" if self.saves else "the run keeps no checkpoints"
+            by = self.stop_signal.name or "another process"
+            self.progress.say(f"stopped by {by} after step {self.state.step} of {self.total}; {kept}")
         return FitResult(
             reason=reason,
             step=self.state.step,
             epoch=self.state.epoch_number,
             metrics=self.state.metrics,
             best=self.state.best,
-            folder=self.store.path / folder_name(self.state.step),
+            folder=self.store.path / folder_name(self.state.step) if self.saves else None,
             seconds=time.perf_counter() - start,
         )
 
@@ -310,6 +317,8 @@ class _Training:
 
     def _save(self, epoch: int | None = None) -> None:
         self.step.flush()
+        if not self.saves:
+            return
         began = time.perf_counter()
         number = self.state.epoch_number if epoch is None else epoch
         metrics = self.state.metrics.get(self.select or "", {})

@@ -89,7 +89,7 @@ class FitResult:
         epoch: epochs begun.
         metrics: the last evaluation of each evaluator.
         best: the content of best.json, None where nothing was selected.
-        folder: of the last checkpoint.
+        folder: of the last checkpoint, None for a run without any.
         seconds: duration of this call.
     """
 
@@ -98,7 +98,7 @@ class FitResult:
     epoch: int
     metrics: Mapping[str, Mapping[str, float]]
     best: Mapping[str, Any] | None
-    folder: Path
+    folder: Path | None
     seconds: float
 
 

@@ -1,0 +1,119 @@
+"""The runs of a sweep or study: each is trained once, and what is finished is read from the ledger."""
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rankgrad.runs.ledger import Entry, Ledger, key_of
+from rankgrad.runs.pipeline import train_and_evaluate
+from rankgrad.runs.run_folder import RunFolder
+from rankgrad.runs.task import Task
+
+
+class OutOfTimeError(Exception):
+    """The next run would go beyond the time that was given."""
+
+
+class Trials:
+    """Runs in a folder with a ledger.
+
+    Args:
+        folder: of the ledger and the runs.
+        checkpoints: "all" keeps those of every run, "unfinished" those of a run that was stopped, so that it is resumed; with
+            "none" it starts again.
+        save: keep the results of each run.
+        minutes: no run is started that would take longer than this in all, as far as the runs before it tell; 0 for no limit.
+        debug: the runs are shrunk ones.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        checkpoints: Literal["all", "unfinished", "none"],
+        save: bool = False,
+        minutes: float = 0.0,
+        debug: bool = False,
+    ) -> None:
+        self.folder, self.checkpoints, self.save, self.debug = folder, checkpoints, save, debug
+        self.ledger = Ledger(folder / "ledger.jsonl")
+        self.minutes, self._began = minutes, time.perf_counter()
+        # by kind of run, what the last one took
+        self._seconds: dict[tuple[str, ...], float] = {}
+
+    def run(
+        self,
+        task: Task,
+        splits: Sequence[str],
+        title: str,
+        *,
+        group: str,
+        label: str,
+        changes: Mapping[str, Any],
+        name: str = "",
+        watched_metrics: Sequence[str] = (),
+    ) -> list[Entry]:
+        """The entries of a run, one for each split, from the ledger or from training.
+
+        Args:
+            task: what to train.
+            splits: what to test on.
+            title: printed before a run.
+            group: of the entries.
+            label: of the entries.
+            changes: of the entries.
+            name: of the run's folder, by default its key.
+            watched_metrics: metrics to save over the course of training, with their intervals at the end; () for none.
+        """
+        recipe = task.recipe
+        keys = {split: key_of(recipe, split) for split in splits}
+        known = [self.ledger.get(key) for key in keys.values()]
+        if all(known):
+            # the same settings may stand in several groups
+            return [replace(entry, group=group, label=label, changes=dict(changes)) for entry in known if entry]
+        kind = tuple(splits)
+        self._check_time(kind)
+        print(f"{title}, seed {recipe.seed}", flush=True)
+        run = RunFolder(self.folder / "runs" / (name or keys[splits[0]]))
+        result = train_and_evaluate(
+            task,
+            run,
+            splits=splits,
+            save=self.save,
+            watch=bool(watched_metrics),
+            checkpoints=self.checkpoints != "none",
+            debug=self.debug,
+        )
+        self._seconds[kind] = result.seconds
+        entries = []
+        for split in splits:
+            intervals = result.intervals.get(split, {})
+            entry = Entry(
+                keys[split],
+                group,
+                label,
+                dict(changes),
+                recipe.seed,
+                split,
+                result.metrics[split],
+                result.seconds,
+                {metric: intervals[metric] for metric in watched_metrics if metric in intervals},
+                [
+                    {"epoch": epoch, **{metric: metrics[metric] for metric in watched_metrics}}
+                    for epoch, metrics in result.curves.get(split, ())
+                ],
+            )
+            self.ledger.add(entry)
+            entries.append(entry)
+        if self.checkpoints != "all":
+            # results and curves are kept; the weights of all runs would fill a disk
+            shutil.rmtree(run.path / "checkpoints", ignore_errors=True)
+        return entries
+
+    def _check_time(self, kind: tuple[str, ...]) -> None:
+        used = time.perf_counter() - self._began
+        if self.minutes and used + self._seconds.get(kind, 0.0) > 60 * self.minutes:
+            raise OutOfTimeError
