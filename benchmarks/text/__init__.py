@@ -1,0 +1,1 @@
+"""Sentence encoders trained on intents: the parts of `python -m benchmarks.text_study`."""
