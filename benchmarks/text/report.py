@@ -190,7 +190,11 @@ def _choices(rows: Sequence[Row]) -> str:
                     if (row["data"], row["loss"], row["setting"]) == (data, name, setting)
                 }
                 marked = [
-                    f"**{found[lr]:.1f}**" if chosen[data, name] == (setting, lr) else f"{found[lr]:.1f}" if lr in found else "-"
+                    f"**{found[lr]:.1f}**"
+                    if chosen[data, name] == (setting, lr)
+                    else f"{found[lr]:.1f}"
+                    if lr in found
+                    else "-"
                     for lr in rates
                 ]
                 lines.append([data, name, setting, *marked])

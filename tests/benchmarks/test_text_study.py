@@ -67,7 +67,11 @@ def test_half_of_the_scored_pairs_are_of_different_intents():
 def test_the_choice_is_the_best_on_validation_intents():
     rows = [
         {"stage": stage, "data": "A", "loss": "L", "setting": setting, "lr": lr, "mAP": value}
-        for stage, setting, lr, value in (("choice", "s", "0.1", "0.5"), ("choice", "t", "0.2", "0.6"), ("loss", "s", "0.1", "0.9"))
+        for stage, setting, lr, value in (
+            ("choice", "s", "0.1", "0.5"),
+            ("choice", "t", "0.2", "0.6"),
+            ("loss", "s", "0.1", "0.9"),
+        )
     ]
     assert chosen_settings(rows) == {("A", "L"): ("t", 0.2)}
 
