@@ -34,9 +34,10 @@ class Loss:
     settings: Mapping[str, Callable[[SentenceTransformer, int], nn.Module]]
 
 
-def _ours(loss: Callable[[], rg.RankLoss]) -> Callable[[SentenceTransformer, int], nn.Module]:
+def _ours(preset: Callable[..., rg.RankLoss], **options: Any) -> Callable[[SentenceTransformer, int], nn.Module]:
     def make(model: SentenceTransformer, mini_batch: int) -> nn.Module:
-        return CachedRankLoss(model, loss(), mini_batch_size=mini_batch) if mini_batch else RankLoss(model, loss())
+        loss = preset(**options)
+        return CachedRankLoss(model, loss, mini_batch_size=mini_batch) if mini_batch else RankLoss(model, loss)
 
     return make
 
@@ -60,25 +61,21 @@ LOSSES: dict[str, Loss] = {
         OURS,
         "text",
         4,
-        {f"tau_rank={tau}": _ours(lambda tau=tau: rg.RecallAtKLoss(tau_rank=tau)) for tau in (0.01, 0.05)},
+        {f"tau_rank={tau}": _ours(rg.RecallAtKLoss, tau_rank=tau) for tau in (0.01, 0.05)},
     ),
-    "SmoothAPLoss": Loss(
-        OURS, "text", 4, {f"tau={tau}": _ours(lambda tau=tau: rg.SmoothAPLoss(tau=tau)) for tau in (0.01, 0.05)}
-    ),
-    "FastAPLoss": Loss(
-        OURS, "text", 4, {f"num_bins={bins}": _ours(lambda bins=bins: rg.FastAPLoss(num_bins=bins)) for bins in (10, 20)}
-    ),
+    "SmoothAPLoss": Loss(OURS, "text", 4, {f"tau={tau}": _ours(rg.SmoothAPLoss, tau=tau) for tau in (0.01, 0.05)}),
+    "FastAPLoss": Loss(OURS, "text", 4, {f"num_bins={bins}": _ours(rg.FastAPLoss, num_bins=bins) for bins in (10, 20)}),
     "RamboAPLoss": Loss(
         OURS,
         "text",
         4,
-        {f"margin={margin}": _ours(lambda margin=margin: rg.RamboAPLoss(lam=4.0, margin=margin)) for margin in (0.02, 0.1)},
+        {f"margin={margin}": _ours(rg.RamboAPLoss, lam=4.0, margin=margin) for margin in (0.02, 0.1)},
     ),
     "RamboRecallLoss": Loss(
         OURS,
         "text",
         4,
-        {f"margin={margin}": _ours(lambda margin=margin: rg.RamboRecallLoss(lam=4.0, margin=margin)) for margin in (0.02, 0.1)},
+        {f"margin={margin}": _ours(rg.RamboRecallLoss, lam=4.0, margin=margin) for margin in (0.02, 0.1)},
     ),
     "MultipleNegativesRankingLoss": Loss(
         THEIRS,

@@ -21,17 +21,18 @@ HEAD = """# Rank losses on text
 python -m benchmarks.text_study --data DIR --model all-MiniLM-L6-v2 --csv FILE --report docs/evidence_text.md
 ```
 
-all-MiniLM-L6-v2 is trained to bring texts of the same intent together. Every loss gets the same {texts} texts (batches of {batch}, {steps}
-steps), the same AdamW with linear warm-up and decay, dropout, bf16 transformer and float32 loss, in one loop that calls every loss through the
-interface of sentence-transformers. Losses of classes and triplets see 4 texts of an intent at a time, losses of pairs 2, and no intent
-comes again in a batch before all the others, which keeps false negatives of `MultipleNegativesRankingLoss` as few as they can be. For
-each loss and data set the learning rate (of {rates}) and one setting of the loss (of two) were chosen by mAP on validation
-intents, a quarter of the training intents, with one seed.
+all-MiniLM-L6-v2 is trained to bring texts of the same intent together. Every loss gets the same {texts} texts (batches
+of {batch}, {steps} steps), the same AdamW with linear warm-up and decay, dropout, bf16 transformer and float32 loss, in
+one loop that calls every loss through the interface of sentence-transformers. Losses of classes and triplets see 4
+texts of an intent at a time, losses of pairs 2, and no intent comes again in a batch before all the others, which keeps
+false negatives of `MultipleNegativesRankingLoss` as few as they can be. For each loss and data set the learning rate
+(of {rates}) and one setting of the loss (of two) were chosen by mAP on validation intents, a quarter of the training
+intents, with one seed.
 
-*Disjoint*: trained on all texts of half of the intents, tested on all texts of the other half, each against the others. *Published*:
-trained on the published training texts, tested on the published test texts, each against the training texts, so that R@1 is the
-accuracy of the nearest neighbour. Mean and standard deviation of {seeds} seeds in percent; brackets have the 95% bootstrap interval
-over test intents, averaged over the seeds. Machine: {machine}, torch {torch}.
+*Disjoint*: trained on all texts of half of the intents, tested on all texts of the other half, each against the others.
+*Published*: trained on the published training texts, tested on the published test texts, each against the training
+texts, so that R@1 is the accuracy of the nearest neighbour. Mean and standard deviation of {seeds} seeds in percent;
+brackets have the 95% bootstrap interval over test intents, averaged over the seeds. Machine: {machine}, torch {torch}.
 """
 
 
@@ -77,9 +78,10 @@ def report(rows: Sequence[Row]) -> str:
     return "\n\n".join(part.strip() for part in parts if part)
 
 
-_BATCH_TEXT = """The same number of texts in fewer, larger steps; the rate goes with the root of the batch size. Batches above 512 use the
-cached forms where there are any (`CachedRankLoss`, `CachedMultipleNegativesRankingLoss`). A batch of pairs larger than twice the number of
-training intents has false negatives, which only losses of labels avoid."""
+_BATCH_TEXT = """The same number of texts in fewer, larger steps; the rate goes with the root of the batch size. Batches above
+512 use the cached forms where there are any (`CachedRankLoss`, `CachedMultipleNegativesRankingLoss`). A batch
+of pairs larger than twice the number of training intents has false negatives, which only losses of labels
+avoid."""
 
 _CACHED_TEXT = """Disjoint intents, with a quarter of the batch in memory at a time: the same loss of the same batch."""
 
@@ -142,7 +144,9 @@ def paired_difference(differences: NDArray[np.float64], weights: NDArray[np.floa
 
 
 def _by_intent(rows: Sequence[Row], loss: str) -> NDArray[np.float64]:
-    return np.mean([_numbers(row["mAP by intent"]) for row in rows if row["loss"] == loss], axis=0)
+    found = np.stack([_numbers(row["mAP by intent"]) for row in rows if row["loss"] == loss])
+    mean: NDArray[np.float64] = found.mean(axis=0)
+    return mean
 
 
 def _numbers(text: str) -> NDArray[np.float64]:

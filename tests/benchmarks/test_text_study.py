@@ -8,12 +8,11 @@ import pytest
 
 pytest.importorskip("sentence_transformers")
 
-from tiny_encoder import sentence_encoder  # noqa: E402
-
-from benchmarks import text_study  # noqa: E402
-from benchmarks.text import intents, training  # noqa: E402
-from benchmarks.text.losses import LOSSES  # noqa: E402
-from benchmarks.text.report import chosen_settings, paired_difference, report  # noqa: E402
+from benchmarks import text_study
+from benchmarks.text import intents, training
+from benchmarks.text.losses import LOSSES
+from benchmarks.text.report import chosen_settings, paired_difference, report
+from tiny_encoder import sentence_encoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs are not ours to mend
 
