@@ -9,7 +9,7 @@ Dimension letters:  Q queries   B queries of a row block   P positives of a quer
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, Protocol
 
@@ -60,7 +60,8 @@ class Ranks:
 
     def detached(self, fields: Sequence[str] = GRAD_FIELDS) -> "Ranks":
         """The same ranks with `fields` as leaves of a new graph, so that an objective can be differentiated by them."""
-        return replace(self, **{name: getattr(self, name).detach().requires_grad_() for name in fields})
+        values = vars(self)
+        return Ranks(**values | {name: values[name].detach().requires_grad_() for name in fields})
 
     def gradients(self, losses: Tensor, fields: Sequence[str] = GRAD_FIELDS) -> tuple[Tensor, ...]:
         """D losses / d fields; a row of `losses` depends on its own row of ranks only."""

@@ -325,7 +325,7 @@ class Blackbox(Ranker):
         return positives.scores - (self._shift(positives.scores, key) if self.margin_noise else self.margin)
 
     def thresholds(self, positives: PositiveScores, key: int) -> Thresholds:
-        return Thresholds(self._lowered(positives, key))
+        return Thresholds(self._lowered(positives, key), keep=positives.one_tile)
 
     def count_tile(self, tile: Tensor, thresholds: Thresholds, key: int) -> Tensor:
         return thresholds.num_reaching(self._shifted(tile, key))
@@ -362,8 +362,8 @@ class Blackbox(Ranker):
     ) -> Tensor:
         perturbed, scale = rank_grad
         assert d_thresholds is not None, "perturbed ranks are counted by every pass"
-        (after, _), (rank, _) = _proper_ranks(d_thresholds, perturbed, positives), _proper_ranks(counts, thresholds, positives)
-        return ((after - rank) * scale).to(positives.scores.dtype)
+        moved = d_thresholds - counts + (_ranks_among(perturbed, positives) - _ranks_among(thresholds, positives))
+        return positives.fill(moved, 0).to(scale.dtype).mul_(scale).to(positives.scores.dtype)
 
 
 @dataclass(frozen=True)
@@ -475,9 +475,13 @@ def _columns(columns: list[Tensor], tile: Tensor) -> Tensor:
 
 def _proper_ranks(counts: Tensor, thresholds: Thresholds, positives: PositiveScores) -> tuple[Tensor, Tensor]:
     """[B, P] rank of each relevant item among all and among the relevant: the higher score first, then the earlier item."""
-    among = thresholds.ranks
-    if positives.valid is not None:
-        # padding is infinite and last in its row: ahead of every item but of infinite ones
-        padding = positives.valid.shape[1] - positives.num_relevant[:, None]
-        among = torch.where(thresholds.values == torch.inf, among, among - padding)
-    return positives.add_counts(counts, among)
+    return positives.add_counts(counts, _ranks_among(thresholds, positives))
+
+
+def _ranks_among(thresholds: Thresholds, positives: PositiveScores) -> Tensor:
+    """[B, P] int32 rank of each relevant item among the relevant; whatever it is at the padding."""
+    if positives.valid is None:
+        return thresholds.ranks
+    # padding is infinite and last in its row: ahead of every item but of infinite ones
+    padding = positives.valid.shape[1] - positives.num_relevant[:, None]
+    return torch.where(thresholds.values == torch.inf, thresholds.ranks, thresholds.ranks - padding)

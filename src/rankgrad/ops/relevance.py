@@ -14,6 +14,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,42 +146,51 @@ class Labels:
         return relevant & others, None if self.rank_self else others
 
     def one_tile(self) -> "TileRelevance":
-        labels = self.labels.contiguous()
-        refs = labels if self.ref_labels is None else self.ref_labels
-        hidden = labels[:, None] == refs
-        order = refs.argsort(stable=True)
+        device, in_batch = self.labels.device, self.ref_labels is None
+        refs_on_device = self.labels if self.ref_labels is None else self.ref_labels
+        hidden = self.labels[:, None] == refs_on_device
+        # the rest in numpy: a dozen operations on a few hundred integers, each a fraction of what torch takes to begin one
+        labels = self.labels.cpu().numpy()
+        refs = labels if in_batch else refs_on_device.cpu().numpy()
+        order = refs.argsort(kind="stable")
         ascending = refs[order]
-        first = torch.searchsorted(ascending, labels)
-        num_relevant = torch.searchsorted(ascending, labels, right=True) - first
-        in_list = len(refs) if self.ref_labels is not None or self.rank_self else len(refs) - 1
-        list_length = torch.full_like(first, in_list)
+        first = ascending.searchsorted(labels)
+        num_relevant = ascending.searchsorted(labels, side="right") - first
+        position = np.empty_like(order)
+        position[order] = np.arange(len(order))
+        list_length = np.full(len(labels), len(refs))
         itself = None  # the query's position in `order`, beyond the end where it is not a member of its own class there
-        if self.ref_labels is None:
-            itself = torch.empty_like(order)
-            itself[order] = torch.arange(len(refs), device=order.device)
+        if in_batch:
+            itself = position
             num_relevant -= 1
+            list_length -= not self.rank_self
             if self.rank_self:
                 hidden.fill_diagonal_(False)
         elif self.self_index is not None:
-            position = torch.empty_like(order)
-            position[order] = torch.arange(len(refs), device=order.device)
-            rows = (self.self_index >= 0).nonzero().view(-1)
+            self_index = self.self_index.cpu().numpy()
+            among = self_index >= 0
+            rows = torch.from_numpy(among.nonzero()[0]).to(device)
             hidden[rows, self.self_index[rows]] = not self.rank_self
-            itself = torch.where(self.self_index >= 0, position[self.self_index.clamp(min=0)], len(refs))
-            in_class = (itself >= first) & (itself < first + num_relevant)
-            itself = torch.where(in_class, itself, len(refs))
-            num_relevant = num_relevant - in_class.long()
-            if not self.rank_self:
-                list_length[rows] -= 1
-        least, most = (int(number) for number in torch.aminmax(num_relevant))
-        columns = first[:, None] + torch.arange(most, device=order.device)
+            itself = position[self_index.clip(min=0)]
+            in_class = among & (itself >= first) & (itself < first + num_relevant)
+            itself[~in_class] = len(refs)
+            num_relevant -= in_class
+            list_length -= among & (not self.rank_self)
+        least, most = int(num_relevant.min()), int(num_relevant.max())
+        columns = first[:, None] + np.arange(most)
         if itself is not None:
             columns += columns >= itself[:, None]
         valid = None
         if least < most:
-            valid = torch.arange(most, device=order.device) < num_relevant[:, None]
-            columns.clamp_(max=len(refs) - 1)
-        return TileRelevance(hidden, order[columns], valid, num_relevant, list_length, least > 0)
+            valid = torch.from_numpy(np.arange(most) < num_relevant[:, None]).to(device)
+            np.minimum(columns, len(refs) - 1, out=columns)
+
+        def tensor(numbers: Any) -> Tensor:
+            return torch.from_numpy(numbers).to(device)
+
+        return TileRelevance(
+            hidden, valid, tensor(order[columns]), tensor(num_relevant), tensor(list_length), none_empty=least > 0
+        )
 
     def build(self) -> "IntervalRelevance":
         return IntervalRelevance.build(self.labels, self.ref_labels, self.self_index, rank_self=self.rank_self)
@@ -202,8 +212,8 @@ class TileRelevance:
     """Relevance of a batch whose scores fit in one tile, in the caller's order."""
 
     hidden: Tensor  # [Q, C] positives, and the query itself unless it is ranked
-    columns: Tensor  # [Q, P] of the positives, ascending
     valid: Tensor | None  # [Q, P] False at the padding, None where there is none
+    columns: Tensor  # [Q, P] of the positives, ascending
     num_relevant: Tensor  # [Q]
     list_length: Tensor  # [Q]
     none_empty: bool  # every query has a positive

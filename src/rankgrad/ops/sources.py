@@ -305,10 +305,9 @@ class OneTileScores:
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
         r, (given,) = self.relevance, d_positives
         d_scores = self.d_scores.scatter_add_(1, r.columns, given if r.valid is None else given.masked_fill(~r.valid, 0))
-        d_queries = d_scores @ self.candidates
         if self.symmetric:
-            return (d_queries.addmm_(d_scores.t(), self.queries),)
-        return d_queries, d_scores.t() @ self.queries
+            return ((d_scores + d_scores.t()) @ self.queries,)
+        return d_scores @ self.candidates, d_scores.t() @ self.queries
 
 
 class GivenScores(TiledSource):

@@ -118,10 +118,14 @@ def _steps(most: int) -> list[int]:
 
 
 class Thresholds:
-    """Rows of thresholds [B, P], asked about tiles of scores [B, Z]. Answers are exact integers whatever the order."""
+    """Rows of thresholds [B, P], asked about tiles of scores [B, Z]. Answers are exact integers whatever the order.
 
-    def __init__(self, values: Tensor, unperturbed: "Thresholds | None" = None) -> None:
-        self.values, self.unperturbed = values, unperturbed
+    `keep`: there is only one tile, so that a few comparisons with it may be kept for `crossings`.
+    """
+
+    def __init__(self, values: Tensor, unperturbed: "Thresholds | None" = None, *, keep: bool = False) -> None:
+        self.values, self.unperturbed, self.keep = values, unperturbed, keep
+        self.kept: Tensor | None = None
         self.few = values.shape[1] <= FEW_THRESHOLDS
 
     def perturbed(self, values: Tensor) -> "Thresholds":
@@ -163,7 +167,9 @@ class Thresholds:
     def num_reaching(self, tile: Tensor) -> Tensor:
         """[B, P] int32: how many scores of the row are at or above each threshold."""
         if self.few and self.is_small(tile):
-            return tile.shape[1] - self.all_above(tile).sum(dim=2).t().int()
+            above = self.all_above(tile)
+            self.kept = above if self.keep else None
+            return tile.shape[1] - above.sum(dim=2).t().int()
         if self.few:
             return self.num_reaching_from([above.sum(dim=1) for above in self.compared(tile)], tile)
         positions = torch.empty(tile.shape, dtype=torch.int32, device=tile.device)
@@ -190,7 +196,8 @@ class Thresholds:
         if self.few and self.is_small(tile):
             after = perturbed.all_above(tile)
             num_reaching = tile.shape[1] - after.sum(dim=2).t().int()
-            return after.sub_(self.all_above(tile)).sum(dim=0), num_reaching
+            before = self.all_above(tile) if self.kept is None else self.kept
+            return after.sub_(before).sum(dim=0), num_reaching
         change = torch.zeros_like(tile)
         if self.few:
             below = []
