@@ -34,6 +34,7 @@ def _fair() -> Iterator[Variation]:
     yield _line(RANK, "RamboRecallLoss, log", *BLACKBOX, loss="rambo-recall", weighting="log")
     yield _line(RANK, "RamboRecallLoss, loglog", *BLACKBOX, loss="rambo-recall", weighting="loglog")
     yield _line(RANK, "RamboAPLoss", *BLACKBOX, loss="rambo-ap")
+    yield _line(RANK, "SupAPLoss", RATES, TAUS, Grid("delta", (0.05, 0.2)), loss="sup-ap")
     yield _line(
         METRIC_LEARNING,
         "ProxyAnchorLoss",

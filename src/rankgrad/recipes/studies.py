@@ -13,6 +13,7 @@ from typing import Any
 from rankgrad.detection.detection_recipe import DetectionRecipe
 from rankgrad.recipes import cars_studies
 from rankgrad.recipes.catalogue import find
+from rankgrad.recipes.default_study import DEFAULTS
 from rankgrad.recipes.recall_at_k import SIMIX_KS
 from rankgrad.recipes.starters import OMNIGLOT
 from rankgrad.runs.recipe import Recipe
@@ -92,6 +93,7 @@ STUDIES: Mapping[str, Study] = {
         matches_budget=True,
     ),
     **cars_studies.STUDIES,
+    "defaults": DEFAULTS,
     "shapes": _detection("shapes"),
     "cells": _detection("cells"),
 }

@@ -86,6 +86,7 @@ class Study:
         saves_results: whether the folder of each run keeps its result.
         selection: how open settings are chosen; None tests every line as it is.
         watches: whether lines are also tested while they train, every `evaluate_every` epochs.
+        on_validation: whether lines are compared on validation classes, for choices that others will rely on.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Study:
     saves_results: bool = False
     selection: Selection | None = None
     watches: bool = False
+    on_validation: bool = False
 
     def chosen(self, pattern: str) -> tuple[Variation, ...]:
         """The variations whose group or label contains `pattern`, or matches it as a shell pattern."""
@@ -239,10 +241,13 @@ def _select(
 
 
 def _test(study: Study, line: _Line, task: Task, trials: Trials, title: str, seed: int) -> None:
-    recipe = replace(line.recipe.with_settings(line.chosen), seed=seed)
+    run = task.with_recipe(replace(line.recipe.with_settings(line.chosen), seed=seed))
+    if study.on_validation:
+        assert isinstance(run, RetrievalTask), "only retrieval has validation classes"
+        run = run.for_selection()
     line.tested += trials.run(
-        task.with_recipe(recipe),
-        [TEST],
+        run,
+        [VALIDATION if study.on_validation else TEST],
         title,
         group=line.variation.group,
         label=line.variation.label,
