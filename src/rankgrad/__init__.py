@@ -12,6 +12,7 @@ from rankgrad.losses.average_precision import (
     SmoothAPLoss,
     SupAPLoss,
 )
+from rankgrad.losses.calibration import CalibratedRankLoss, PairCalibration, ProxySoftmax
 from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory, ScoreMemory
 from rankgrad.losses.multiclass import MulticlassRankLoss
@@ -47,6 +48,7 @@ __all__ = [
     "AveragePrecision",
     "AveragePrecisionAtR",
     "Blackbox",
+    "CalibratedRankLoss",
     "DistributedRankLoss",
     "EmbeddingMemory",
     "Exact",
@@ -56,7 +58,9 @@ __all__ = [
     "LogLogRecall",
     "LogRecall",
     "MulticlassRankLoss",
+    "PairCalibration",
     "PrecisionAtK",
+    "ProxySoftmax",
     "RPrecision",
     "RamboAPLoss",
     "RamboRecallLoss",

@@ -54,6 +54,7 @@ AROUND: dict[str, Callable[[rg.RankLoss], Any]] = {
     "alone": lambda loss: loss,
     "simix": lambda loss: rg.SiMix(loss, torch.Generator().manual_seed(5)),
     "memory": lambda loss: rg.EmbeddingMemory(loss, 2),
+    "proxies": lambda loss: rg.CalibratedRankLoss(rg.SiMix(loss, torch.Generator().manual_seed(5)), proxies(), 0.3),
 }
 
 # labels in the order of the batch, which processes share in contiguous parts
@@ -78,6 +79,13 @@ def network() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, DIM)).double()
+
+
+def proxies() -> rg.ProxySoftmax:
+    """For the classes that have more than one item."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return rg.ProxySoftmax(4, DIM).double()
 
 
 def inputs(name: str, step: int) -> tuple[Tensor, Tensor]:
@@ -116,8 +124,10 @@ def gradients(loss: Any, batch: str, way: str, processes: Processes) -> dict[str
         images, labels = inputs(batch, number)
         own = processes.shard(len(labels))
         model.zero_grad(set_to_none=True)
+        loss.zero_grad(set_to_none=True)
         value = step(images[own], labels[own])
-    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    named = (*model.named_parameters(), *loss.named_parameters(prefix="loss"))
+    found = {name.removeprefix("module."): p.grad for name, p in named}
     if parallel is None and processes.size > 1:
         for gradient in found.values():
             dist.all_reduce(gradient)

@@ -1,4 +1,4 @@
-"""Losses of pytorch-metric-learning by name: proxies are trained, saved and resumed; what does not fit is refused."""
+"""Losses with proxies, of pytorch-metric-learning or beside a rank loss: trained, saved, resumed; the rest is refused."""
 
 import numpy as np
 import pytest
@@ -48,8 +48,13 @@ def test_arguments_are_literals_or_text():
         parse_arguments("alpha", "--loss-args")
 
 
-def test_proxies_are_trained_and_a_resumed_run_ends_like_one_that_was_never_stopped(data, tmp_path):
-    flags = ["--loss", "pml:ProxyAnchorLoss", "--loss-args", "alpha=16", "--loss-lr", 100, "--schedule", "constant"]
+@pytest.mark.parametrize(
+    "loss",
+    [["--loss", "pml:ProxyAnchorLoss", "--loss-args", "alpha=16"], ["--loss", "sup-ap", "--simix", "--proxy-weight", 0.1]],
+    ids=["pml", "proxies beside a rank loss"],
+)
+def test_proxies_are_trained_and_a_resumed_run_ends_like_one_that_was_never_stopped(loss, data, tmp_path):
+    flags = [*loss, "--loss-lr", 100, "--schedule", "constant"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert cli.main(command(data, *flags, "--out", whole, "--epochs", 2)) == 0
     assert cli.main(command(data, *flags, "--out", parts, "--epochs", 1)) == 0
@@ -79,6 +84,8 @@ def test_proxies_are_trained_and_a_resumed_run_ends_like_one_that_was_never_stop
         ),
         (["--loss", "pml:ProxyAnchorLoss", "--loss-args", "alpha"], "--loss-args must be of the form name=value"),
         (["--loss", "pml:ProxyAnchorLoss", "--simix"], "is for rank losses"),
+        (["--loss", "pml:ProxyAnchorLoss", "--proxy-weight", "0.1"], "--proxy-weight is for rank losses"),
+        (["--proxy-weight", "2"], "--proxy-weight"),
         (["--loss", "fastap", "--loss-args", "a=1"], "is for losses of pytorch-metric-learning (pml:NAME)"),
         (["--loss", "fastpa"], "did you mean 'fastap'?"),
     ],

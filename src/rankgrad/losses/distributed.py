@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankgrad._checks import check_labels, check_tensor
+from rankgrad.losses.calibration import CalibratedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.simix import SiMix
@@ -39,7 +40,9 @@ class DistributedRankLoss(nn.Module):
     After a call `gathered` holds embeddings and labels of the whole batch, `used_queries` counts all processes' queries.
 
     Args:
-        loss: a `RankLoss` with reduction "mean", a `SiMix` or an `EmbeddingMemory`, which then remembers whole batches.
+        loss: a `RankLoss` with reduction "mean", a `SiMix`, an `EmbeddingMemory`, which then remembers whole batches, or a
+            `CalibratedRankLoss` of one of these, whose term every process computes of the whole batch. The gradient of its
+            parameters is then complete on every process, and need not be averaged.
         group: the processes, by default all.
         averaged: whether the gradients of parameters will be averaged over the processes, as DistributedDataParallel and FSDP
             do. False: the caller sums them; what arrives at the embeddings is then the gradient of the loss.
@@ -49,17 +52,19 @@ class DistributedRankLoss(nn.Module):
 
     def __init__(
         self,
-        loss: RankLoss | SiMix | EmbeddingMemory,
+        loss: RankLoss | SiMix | EmbeddingMemory | CalibratedRankLoss,
         group: "dist.ProcessGroup | None" = None,
         *,
         averaged: bool = True,
     ) -> None:
         super().__init__()
-        if not isinstance(loss, (RankLoss, SiMix, EmbeddingMemory)):
+        if not isinstance(loss, (RankLoss, SiMix, EmbeddingMemory, CalibratedRankLoss)):
             raise TypeError(
-                f"DistributedRankLoss: loss must be a RankLoss, SiMix or EmbeddingMemory, got {type(loss).__name__}"
+                "DistributedRankLoss: loss must be a RankLoss, SiMix, EmbeddingMemory or CalibratedRankLoss, "
+                f"got {type(loss).__name__}"
             )
-        ranked = loss if isinstance(loss, RankLoss) else loss.loss
+        ranked = _inner(loss)
+        ranked = ranked if isinstance(ranked, RankLoss) else ranked.loss
         if ranked.reduction != "mean":
             raise ValueError(f"DistributedRankLoss: loss must have reduction 'mean', got {ranked.reduction!r}")
         self.loss, self.group, self.averaged = loss, group, averaged
@@ -85,18 +90,29 @@ class DistributedRankLoss(nn.Module):
         all_labels = shards.gather(labels.to(embeddings.device, torch.long))
         factor = shards.size if self.averaged else 1
         whole: Tensor = _Sum.apply(self._shard_loss(gathered, all_labels, shards), factor, self.group)
-        if isinstance(self.loss, EmbeddingMemory):
-            self.loss.remember(gathered, all_labels)
+        inner = _inner(self.loss)
+        if isinstance(inner, EmbeddingMemory):
+            inner.remember(gathered, all_labels)
         self.gathered = gathered.detach(), all_labels
         return whole
 
     def _shard_loss(self, gathered: Tensor, labels: Tensor, shards: "_Shards") -> Tensor:
-        if isinstance(self.loss, SiMix):
+        loss = _inner(self.loss)
+        if isinstance(loss, SiMix):
             # all draw, so that generators which were alike stay so
-            alpha = self.loss.draw(labels, gathered)
+            alpha = loss.draw(labels, gathered)
             dist.broadcast(alpha, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
-            return self.loss.shard_loss(gathered, labels, shards.rows, alpha)
-        return self.loss.shard_loss(gathered, labels, shards.rows)
+            value = loss.shard_loss(gathered, labels, shards.rows, alpha)
+        else:
+            value = loss.shard_loss(gathered, labels, shards.rows)
+        if isinstance(self.loss, CalibratedRankLoss):
+            return self.loss.with_term(value, gathered, labels, share=1 / shards.size)
+        return value
+
+
+def _inner(loss: RankLoss | SiMix | EmbeddingMemory | CalibratedRankLoss) -> RankLoss | SiMix | EmbeddingMemory:
+    """The loss without a term around it."""
+    return loss.loss if isinstance(loss, CalibratedRankLoss) else loss
 
 
 class _Shards:

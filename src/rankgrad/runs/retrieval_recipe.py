@@ -132,7 +132,9 @@ class RetrievalRecipe(Recipe):
         choices=(*PRESETS, f"{METRIC_LEARNING}NAME"),
     )
     loss_args: str = setting("", "constructor arguments of a pml: loss, as name=value,name=value", group="loss")
-    loss_lr: float = setting(1.0, "learning rate of a pml: loss's own parameters, as a multiple of lr", group="loss", least=0.0)
+    loss_lr: float = setting(
+        1.0, "learning rate of the loss's own parameters, such as proxies, as a multiple of lr", group="loss", least=0.0
+    )
     miner: str = setting("", "miner of pytorch-metric-learning for a pml: loss", group="loss")
     miner_args: str = setting("", "constructor arguments of the miner, as name=value,name=value", group="loss")
     bins: int = setting(10, "histogram bins (fastap)", group="loss", least=1)
@@ -158,6 +160,14 @@ class RetrievalRecipe(Recipe):
         False, "rank the query in its own list, as the published code does (recall-at-k)", group="loss"
     )
     simix: bool = setting(False, "add virtual examples between all pairs of a class", group="loss")
+    proxy_weight: float = setting(
+        0.0,
+        "weight of a softmax over class proxies, whose learning rate is loss_lr; the rank loss has the rest. SupRank: 0.1",
+        group="loss",
+        least=0.0,
+        most=1.0,
+    )
+    proxy_temperature: float = setting(0.05, "temperature of the softmax over proxies", group="loss", least=1e-9)
     memory: int = setting(0, "past batches whose embeddings are added to the ranked lists", group="loss", least=0)
 
     head_lr: float = setting(1.0, "learning rate of the embedding layer, as a multiple of lr", group="optimisation", least=0.0)
@@ -193,6 +203,8 @@ class RetrievalRecipe(Recipe):
 
     before_setting: ClassVar[Mapping[str, Any]] = {
         "split_seed": "alphabetical",
+        "proxy_weight": 0.0,
+        "proxy_temperature": 0.05,
         "rho": 100.0,
         "delta": 0.05,
         "loss_args": "",
@@ -232,7 +244,7 @@ class RetrievalRecipe(Recipe):
 
     def _check_loss(self) -> None:
         if self.uses_metric_learning:
-            for name in ("simix", "memory", "query_in_database"):
+            for name in ("simix", "memory", "query_in_database", "proxy_weight"):
                 if getattr(self, name):
                     raise ValueError(f"`{name}` is for rank losses, and `loss` is {self.loss}")
             return

@@ -4,9 +4,9 @@ A task on other inputs inherits loss and evaluation, and replaces `data`, `make_
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from rankgrad.data.image_batches import ImageBatches
 from rankgrad.data.samplers import class_sizes
 from rankgrad.data.seeds import bits, derive, permutation
 from rankgrad.losses import PRESETS
+from rankgrad.losses.calibration import CalibratedRankLoss, ProxySoftmax
 from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory
 from rankgrad.losses.rank_loss import RankLoss
@@ -33,6 +34,8 @@ from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RETRIEVAL, VALIDATION, RunContext, SplitResult, TestIdentity
 from rankgrad.train.large_batch import Loss
 from rankgrad.train.loop import Evaluator
+
+M = TypeVar("M", bound=nn.Module)
 
 # images that learned whitening is computed from: ten for each of 2,048 dimensions
 WHITENING_IMAGES = 20_480
@@ -169,22 +172,39 @@ class RetrievalTask:
             )
         from rankgrad.integrations.pytorch_metric_learning import MetricLearningLoss, parse_arguments
 
-        classes = np.unique(self.data.training(recipe)[0].selected.labels)
-        # the first proxies are the same whenever the run is started
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(derive(recipe.seed, "first proxies"))
-            loss = MetricLearningLoss(
+        return self._with_proxies(
+            lambda classes, dim: MetricLearningLoss(
                 recipe.loss.removeprefix(METRIC_LEARNING),
                 parse_arguments(recipe.loss_args, "--loss-args"),
-                classes[classes >= 0].tolist(),
-                recipe.dim or self.make_model(pretrained=False).dim,
+                classes,
+                dim,
                 recipe.miner,
                 parse_arguments(recipe.miner_args, "--miner-args"),
             )
-        return loss.to(self.context.device)
+        )
 
-    def local_loss(self) -> RankLoss | SiMix | EmbeddingMemory:
-        """The loss of one process: the recipe's preset, with SiMix or a memory around it."""
+    def _with_proxies(self, make: Callable[[list[int], int], M]) -> M:
+        """What `make` makes of the training classes and the dimensions; the first proxies are the same for every start."""
+        recipe = self.recipe
+        classes = np.unique(self.data.training(recipe)[0].selected.labels)
+        dim = recipe.dim or self.make_model(pretrained=False).dim
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(derive(recipe.seed, "first proxies"))
+            return make(classes[classes >= 0].tolist(), dim).to(self.context.device)
+
+    def local_loss(self) -> RankLoss | SiMix | EmbeddingMemory | CalibratedRankLoss:
+        """The loss of one process: the recipe's preset, with SiMix or a memory and then proxies around it."""
+        recipe, loss = self.recipe, self._rank_loss()
+        if not recipe.proxy_weight:
+            return loss
+        if self.context.processes.size > 1 and self.context.parallel == "fsdp":
+            raise ValueError(
+                "--proxy-weight needs --parallel ddp: proxies are not divided over processes as --parallel fsdp does"
+            )
+        term = self._with_proxies(lambda classes, dim: ProxySoftmax(classes, dim, recipe.proxy_temperature))
+        return CalibratedRankLoss(loss, term, recipe.proxy_weight)
+
+    def _rank_loss(self) -> RankLoss | SiMix | EmbeddingMemory:
         loss = PRESETS[self.recipe.loss].build(self.recipe)
         if self.recipe.simix:
             # draws from torch's generator, which the training loop seeds before every step
