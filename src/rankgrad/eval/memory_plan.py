@@ -16,6 +16,8 @@ from rankgrad.ops.sources import split, tile_side
 
 # Blocks in memory while one is converted to rows, and tiles while one is counted or searched for neighbours.
 BLOCKS_ALIVE, TILES_ALIVE = 3, 64
+# The kernels keep their tiles in registers; what the search for neighbours or graded lists make of a tile on a GPU.
+KERNEL_TILES_ALIVE = 16
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,16 @@ def plan_memory(
     candidates = queries if gallery is None else gallery
     dim, side = queries.dim, tile_side(queries.device)
     widths = np.sort(num_relevant[num_relevant > 0])
+    tiles = TILES_ALIVE if not kernels else KERNEL_TILES_ALIVE if neighbours or graded else 0
     fixed = (
         16 * 8 * (len(queries) + len(candidates))  # labels and orders
         + 2 * 8 * len(queries) * (len(metric_columns(ks)) + 2 + 2 * neighbours)  # results
-        + TILES_ALIVE * 4 * side**2
+        + tiles * 4 * side**2
         + (64 * min(SORTED_NUMBERS, len(queries) * len(candidates)) if graded else 0)
         + (2 * 4 * dim * len(queries) if neighbours else 0)
         + (4 * dim * len(queries) if subsets else 0)
         # rows in float32 and as two float16 halves; all metrics of a slice of pairs
-        + (8 * dim * (len(queries) + len(candidates)) + PAIR_BYTES * MAX_PAIRS if kernels else 0)
+        + (8 * dim * (len(queries) + len(candidates)) + PAIR_BYTES * min(MAX_PAIRS, int(widths.sum())) if kernels else 0)
     )
     one_set = gallery is None and not queries.on_disk and not kernels and not subsets
     least = 0
