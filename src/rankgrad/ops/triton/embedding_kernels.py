@@ -7,8 +7,8 @@
     operand_kernel     embeddings as float16 operands in class order
     normalize_kernel   rows divided by their length, and the gradient of that
 
-Queries and candidates are in class order, in two operands of equal width D, rows padded to whole tiles with zeros. A
-score is acc * alpha + row_bias + column_bias. What depends on the ranker stands in `lowerings`. Every sum has one owner or is
+Queries and candidates are in class order, in two operands of equal width, rows padded to whole tiles with zeros. A score
+is acc * alpha + row_bias + column_bias. What depends on the ranker stands in `lowerings`. Every sum has one owner or is
 an integer, so the same input gives the same bits.
 
 Letters:  BM queries, BN candidates of a tile   P thresholds   i_ program index, o_ offsets, m_ a mask, b_ a block in registers
@@ -38,8 +38,8 @@ COUNT_TILES: Tiles = (
     (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
 )
 SPLIT_COUNT_TILES: Tiles = (
-    (150_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
-    (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 2}),
+    (200_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
+    (99_000, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 3}),
     (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
 )
 BACKWARD_TILES: Tiles = (
@@ -48,8 +48,8 @@ BACKWARD_TILES: Tiles = (
     (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
 )
 SPLIT_BACKWARD_TILES: Tiles = (
-    (125_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 4}),
-    (99_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 2}),
+    (160_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 3}),
+    (99_000, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 3}),
     (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
 )
 STRIPE = 8
@@ -72,23 +72,28 @@ def _scores(
     queries, candidates, row_bias, column_bias, alpha, o_m, o_n,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Tensor cores cut off what they add to a sum, so the large products of a split are summed outside, 128 at a time."""
+    """Scores of a tile. A row of the operands is D numbers, or D high and D low parts if SPLIT.
+
+    SPLIT sums the three products that matter, small ones first. Tensor cores cut off what they add to a sum, so the sum over
+    the dimensions is made outside, BK at a time.
+    """
     o_k = tl.arange(0, BK)
-    p_q = queries + o_m.to(tl.int64)[:, None] * D + o_k[None, :]
-    p_c = candidates + o_n.to(tl.int64)[None, :] * D + o_k[:, None]
-    b_alpha = tl.load(alpha)
+    WIDTH: tl.constexpr = 2 * D if SPLIT else D
+    p_q = queries + o_m.to(tl.int64)[:, None] * WIDTH + o_k[None, :]
+    p_c = candidates + o_n.to(tl.int64)[None, :] * WIDTH + o_k[:, None]
     b_s = tl.zeros([BM, BN], tl.float32)
-    for _ in range(0, 2 * D // 3 if SPLIT else D, BK):
-        b_s = tl.dot(tl.load(p_q), tl.load(p_c), b_s)
+    for _ in range(0, D, BK):
+        b_q = tl.load(p_q)
+        b_c = tl.load(p_c)
+        if SPLIT:
+            b_part = tl.dot(tl.load(p_q + D), b_c)
+            b_part = tl.dot(b_q, tl.load(p_c + D), b_part)
+            b_s += tl.dot(b_q, b_c, b_part)
+        else:
+            b_s = tl.dot(b_q, b_c, b_s)
         p_q += BK
         p_c += BK
-    b_s *= b_alpha
-    if SPLIT:
-        for _ in range(2 * D // 3, D, BK):
-            b_s += tl.dot(tl.load(p_q), tl.load(p_c)) * b_alpha
-            p_q += BK
-            p_c += BK
-    return b_s + (tl.load(row_bias + o_m)[:, None] + tl.load(column_bias + o_n)[None, :])
+    return b_s * tl.load(alpha) + (tl.load(row_bias + o_m)[:, None] + tl.load(column_bias + o_n)[None, :])
 
 
 @triton.jit
@@ -232,7 +237,7 @@ def backward_kernel(
 @triton.jit
 def gather_kernel(
     partners, partner_order, d_positives, offset, start, self_index, first_partner, last_partner, product, product_scale,
-    order, out, d, ROLE: tl.constexpr, BD: tl.constexpr,
+    product_width, order, out, d, SPLIT: tl.constexpr, ROLE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out[order[i]] = product[i] * scale + sum over the partners j of i in relevant pairs of dL/ds_ij * partner[j].
 
@@ -241,7 +246,10 @@ def gather_kernel(
     i = tl.program_id(0).to(tl.int64)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < d
-    b_sum = tl.load(product + i * d + o_d, mask=m_d, other=0.0) * tl.load(product_scale)
+    b_sum = tl.load(product + i * product_width + o_d, mask=m_d, other=0.0)
+    if SPLIT:  # what the low parts contributed stands beside
+        b_sum += tl.load(product + i * product_width + product_width // 2 + o_d, mask=m_d, other=0.0)
+    b_sum *= tl.load(product_scale)
     first = tl.load(first_partner + i)
     if ROLE != 1:
         offset_i = tl.load(offset + i)
@@ -263,14 +271,13 @@ def gather_kernel(
 
 @triton.jit
 def operand_kernel(
-    base, order, mean, scale, as_query, as_candidate, plain, row_bias, column_bias, d,
+    base, order, mean, scale, operand, plain, row_bias, column_bias, d,
     SPLIT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """One row of the operands, in class order and scaled; DP is d padded with zeros to a multiple of the product's step.
 
-    SPLIT: x = high + low in two float16; a query is (low, high, high), a candidate (high, low, high), so that one product
-    of width 3 DP sums the three terms that matter, small ones first. Otherwise: x less the mean in float16 for both, the
-    mean's share in the scores as biases, and x itself for the products of the backward pass.
+    SPLIT: x = high + low in two float16, DP of each. Otherwise: x less the mean in float16, the mean's share in the scores as
+    biases, and x itself for the products of the backward pass.
     """
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(order + i)
@@ -285,18 +292,13 @@ def operand_kernel(
         if SPLIT:
             b_high = (b_x * b_scale).to(tl.float16)
             b_low = (b_x * b_scale - b_high.to(tl.float32)).to(tl.float16)
-            p_o = i * (3 * DP) + o_d
-            tl.store(as_query + p_o, b_low, mask=m_o)
-            tl.store(as_query + p_o + DP, b_high, mask=m_o)
-            tl.store(as_query + p_o + 2 * DP, b_high, mask=m_o)
-            tl.store(as_candidate + p_o, b_high, mask=m_o)
-            tl.store(as_candidate + p_o + DP, b_low, mask=m_o)
-            tl.store(as_candidate + p_o + 2 * DP, b_high, mask=m_o)
+            tl.store(operand + i * (2 * DP) + o_d, b_high, mask=m_o)
+            tl.store(operand + i * (2 * DP) + DP + o_d, b_low, mask=m_o)
         else:
             b_mean = tl.load(mean + o_d, mask=m_d, other=0.0)
             to_mean += tl.sum(b_x * b_mean, 0)
             mean_square += tl.sum(b_mean * b_mean, 0)
-            tl.store(as_query + i * DP + o_d, ((b_x - b_mean) * b_scale).to(tl.float16), mask=m_o)
+            tl.store(operand + i * DP + o_d, ((b_x - b_mean) * b_scale).to(tl.float16), mask=m_o)
             tl.store(plain + i * DP + o_d, (b_x * b_scale).to(tl.float16), mask=m_o)
     tl.store(row_bias + i, to_mean)
     tl.store(column_bias + i, to_mean - mean_square)

@@ -89,38 +89,34 @@ def normalize(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Operands:
-    """Embeddings as the kernels read them: float16, in class order, padded to whole tiles, in both roles of a product."""
+    """Embeddings as the kernels read them: float16, in class order, padded to whole tiles."""
 
-    as_query: Tensor  # [rows, width]
-    as_candidate: Tensor  # [rows, width]
+    operand: Tensor  # [rows, width] in whole steps of a product: one part less the mean, or high and low parts
     row_bias: Tensor  # [rows] what centring took from a query's scores
     column_bias: Tensor  # [rows] and from a candidate's
-    parts: tuple[Tensor, ...]  # [items in whole tiles, d] high, and low where the precision is high, times `scale`
-    scale: Tensor  # [1]
+    plain: Tensor  # [items in whole tiles, width] as `operand` without centring, for the products of the backward pass
+    scale: Tensor  # [1] of the numbers in both
 
     @classmethod
     def of(cls, base: Tensor, order: Tensor, mean: Tensor, scale: Tensor, precision: Precision) -> "Operands":
         items, d = base.shape
         split = precision == "high"
         rows, step = _padded(items, WIDEST), _padded(d, STEP)
-        width = 3 * step if split else step
 
         def new(columns: int) -> Tensor:
             out = base.new_empty(rows, columns, dtype=torch.float16)
             out[items:] = 0  # a padded row scores 0 and is hidden; uninitialised memory could hold NaN
             return out
 
-        as_query = new(width)
-        as_candidate = new(width) if split else as_query
-        plain = as_query if split else new(step)
+        operand = new(2 * step if split else step)
+        plain = operand if split else new(step)
         biases = base.new_zeros(2, rows)
         operand_kernel[(items,)](
             base=base,
             order=order,
             mean=mean,
             scale=scale,
-            as_query=as_query,
-            as_candidate=as_candidate,
+            operand=operand,
             plain=plain,
             row_bias=biases[0],
             column_bias=biases[1],
@@ -129,9 +125,7 @@ class Operands:
             DP=step,
             BD=min(1024, 1 << (step - 1).bit_length()),
         )
-        rows = _padded(items, TILE)
-        parts = (as_query[:rows, step : step + d], as_query[:rows, :d]) if split else (plain[:rows, :d],)
-        return cls(as_query, as_candidate, biases[0], biases[1], parts, scale)
+        return cls(operand, biases[0], biases[1], plain[: _padded(items, TILE)], scale)
 
 
 def operand_scale(base: Tensor, normalized: bool) -> Tensor:
@@ -259,8 +253,8 @@ class FusedEmbeddingScores:
         if score_scale not in self.scaled:
             q, c = self.queries, self.candidates
             self.scaled[score_scale] = {
-                "queries": q.as_query,
-                "candidates": c.as_candidate,
+                "queries": q.operand,
+                "candidates": c.operand,
                 "row_bias": q.row_bias * score_scale,
                 "column_bias": c.column_bias * score_scale,
                 "alpha": score_scale / (q.scale * c.scale),
@@ -269,7 +263,8 @@ class FusedEmbeddingScores:
 
     @property
     def _shape(self) -> dict[str, Any]:
-        return {"SPLIT": self.precision == "high", "D": self.queries.as_query.shape[1]}
+        split = self.precision == "high"
+        return {"SPLIT": split, "D": self.queries.operand.shape[1] // (1 + split)}
 
     @property
     def _constants(self) -> dict[str, Any]:
@@ -319,7 +314,8 @@ class FusedEmbeddingScores:
         self.gradient_scale = GRADIENT_PEAK / (peak * (2 if self.symmetric else 1))
         for of_block in args:
             of_block.rescale(self.gradient_scale)
-        self.products = [torch.zeros(_padded(len(base), TILE), base.shape[1], device=base.device) for base in self.bases]
+        operands = (self.queries,) if self.symmetric else (self.queries, self.candidates)
+        self.products = [torch.zeros(operand.plain.shape, device=operand.plain.device) for operand in operands]
         memory = self._gradient_memory()
         for block in range(len(self.row_blocks)):
             self._backward_group(ops, args, block, memory)
@@ -378,15 +374,15 @@ class FusedEmbeddingScores:
             self._multiply(buffers, begin, end)
 
     def _multiply(self, gradient: list[Tensor], begin: int, end: int) -> None:
-        queries, candidates = self.queries.parts, self.candidates.parts
+        queries, candidates = self.queries.plain, self.candidates.plain
         if self.symmetric:
-            _add_split_product(self.products[0][begin:end], gradient, [part[begin:] for part in candidates])
+            _add_products(self.products[0][begin:end], gradient, candidates[begin:])
             if end < len(self.query_order):
                 beyond = [g[:, end - begin :].t() for g in gradient]
-                _add_split_product(self.products[0][end:], beyond, [part[begin:end] for part in queries])
+                _add_products(self.products[0][end:], beyond, queries[begin:end])
         else:
-            _add_split_product(self.products[0][begin:end], gradient, list(candidates))
-            _add_split_product(self.products[1], [g.t() for g in gradient], [part[begin:end] for part in queries])
+            _add_products(self.products[0][begin:end], gradient, candidates)
+            _add_products(self.products[1], [g.t() for g in gradient], queries[begin:end])
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
         flat = torch.cat([d.contiguous().view(-1) for d in d_positives])
@@ -423,6 +419,8 @@ class FusedEmbeddingScores:
             **intervals,
             product=self.products[index],
             product_scale=1 / (self.gradient_scale * other.scale),
+            product_width=self.products[index].shape[1],
+            SPLIT=self.precision == "high",
             order=order,
             out=out,
             d=d,
@@ -444,9 +442,12 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
         out.addmm_(a.float(), b.float(), alpha=alpha)
 
 
-def _add_split_product(out: Tensor, gradient: list[Tensor], parts: list[Tensor]) -> None:
-    """Out += gradient @ parts, with the low halves of both where there are any; that of the gradient is kept 2048 times."""
-    _add_product(out, gradient[0], parts[0])
+def _add_products(out: Tensor, gradient: list[Tensor], rows: Tensor) -> None:
+    """Out += gradient @ rows. With two parts of both, the high gradient is multiplied with both parts of the rows at once.
+
+    The low part of the gradient is kept 2048 times, and its product joins that of the low parts of the rows: both are small.
+    """
+    _add_product(out, gradient[0], rows)
     if len(gradient) > 1:
-        _add_product(out, gradient[0], parts[1])
-        _add_product(out, gradient[1], parts[0], alpha=1 / 2048)
+        half = rows.shape[1] // 2
+        _add_product(out[:, half:], gradient[1], rows[:, :half], alpha=1 / 2048)
