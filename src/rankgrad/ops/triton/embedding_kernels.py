@@ -48,7 +48,7 @@ BACKWARD_TILES: Tiles = (
     (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
 )
 SPLIT_BACKWARD_TILES: Tiles = (
-    (160_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 3}),
+    (125_000, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 4}),
     (99_000, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 3}),
     (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
 )
