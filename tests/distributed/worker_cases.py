@@ -44,7 +44,7 @@ WIDTH, DIM = 6, 5
 PRESETS: dict[str, Callable[[], rg.RankLoss]] = {
     "recall_at_k": rg.RecallAtKLoss,
     "recall_at_k, published": lambda: rg.RecallAtKLoss(query_in_database=True),
-    "smooth_ap": rg.SmoothAPLoss,
+    "smooth_ap, learned tau": lambda: rg.SmoothAPLoss(0.05, learn_tau=True).double(),
     "fastap": rg.FastAPLoss,
     "fastap, zero": lambda: rg.FastAPLoss(empty_query="zero"),
     "rambo_recall": rg.RamboRecallLoss,

@@ -50,7 +50,10 @@ def test_arguments_are_literals_or_text():
 
 @pytest.mark.parametrize(
     "loss",
-    [["--loss", "pml:ProxyAnchorLoss", "--loss-args", "alpha=16"], ["--loss", "sup-ap", "--simix", "--proxy-weight", 0.1]],
+    [
+        ["--loss", "pml:ProxyAnchorLoss", "--loss-args", "alpha=16"],
+        ["--loss", "sup-ap", "--simix", "--proxy-weight", 0.1, "--learn-tau"],
+    ],
     ids=["pml", "proxies beside a rank loss"],
 )
 def test_proxies_are_trained_and_a_resumed_run_ends_like_one_that_was_never_stopped(loss, data, tmp_path):
@@ -86,6 +89,8 @@ def test_proxies_are_trained_and_a_resumed_run_ends_like_one_that_was_never_stop
         (["--loss", "pml:ProxyAnchorLoss", "--simix"], "is for rank losses"),
         (["--loss", "pml:ProxyAnchorLoss", "--proxy-weight", "0.1"], "--proxy-weight is for rank losses"),
         (["--proxy-weight", "2"], "--proxy-weight"),
+        (["--loss", "fastap", "--learn-tau"], "--learn-tau is for losses with a --tau, and --loss is fastap"),
+        (["--learn-tau", "--tau-end", "0.1"], "--tau-end and --learn-tau exclude each other"),
         (["--loss", "fastap", "--loss-args", "a=1"], "is for losses of pytorch-metric-learning (pml:NAME)"),
         (["--loss", "fastpa"], "did you mean 'fastap'?"),
     ],

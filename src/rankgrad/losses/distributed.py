@@ -68,6 +68,10 @@ class DistributedRankLoss(nn.Module):
         if ranked.reduction != "mean":
             raise ValueError(f"DistributedRankLoss: loss must have reduction 'mean', got {ranked.reduction!r}")
         self.loss, self.group, self.averaged = loss, group, averaged
+        if averaged:
+            # each process finds its shard's part of the gradient of a learned tau, times the number of processes
+            for parameter in ranked.parameters():
+                parameter.register_hook(self._mean)
         self.gathered = None
 
     @property
@@ -77,6 +81,13 @@ class DistributedRankLoss(nn.Module):
     def clear_graphs(self) -> None:
         """See `RankLoss.clear_graphs`."""
         self.loss.clear_graphs()
+
+    def _mean(self, gradient: Tensor) -> Tensor:
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
+            return gradient
+        total = gradient.clone()
+        dist.all_reduce(total, group=self.group)
+        return total / dist.get_world_size(self.group)
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Loss of the batch of all processes, from the embeddings [items, dimensions] and labels of this one."""

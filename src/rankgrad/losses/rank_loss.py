@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rankgrad._checks import check_batch, check_choice, check_scores
+from rankgrad.losses.temperature import Temperature
 from rankgrad.ops.autograd import Objective
 from rankgrad.ops.cuda_graphs import GraphCache
 from rankgrad.ops.functional import (
@@ -51,6 +52,10 @@ class RankLoss(nn.Module):
         cuda_graphs: replay a small batch on a GPU as CUDA graphs from its second call on: the host then starts three graphs
             and not hundreds of kernels. Each shape keeps the memory of one call until `clear_graphs()`.
         validate: check tensor contents too (finite embeddings and scores, relevance not negative), which synchronises.
+        learn_tau: make the temperature of `Sigmoid` or `UpperBound` a parameter, beginning with the ranker's. Give the
+            optimizer `loss.parameters()` too.
+        tau_end: temperature at the end of a training run by `fit`, which lowers or raises it by equal factors. In a loop of
+            your own assign `loss.tau`, which also tells the present value.
         ignore_label: label of distractors: candidates that are relevant to no query, and queries that are empty.
 
     After a call `used_queries` is the number of queries with a relevant candidate and `query_weights` the weight of each query
@@ -72,6 +77,8 @@ class RankLoss(nn.Module):
         precision: ScorePrecision = "auto",
         cuda_graphs: bool = True,
         validate: bool = False,
+        learn_tau: bool = False,
+        tau_end: float | None = None,
         ignore_label: int | None = None,
     ) -> None:
         super().__init__()
@@ -87,11 +94,33 @@ class RankLoss(nn.Module):
         self.normalize, self.reduction, self.empty_query = normalize, reduction, empty_query
         self.backend, self.precision, self.cuda_graphs, self.validate = backend, precision, cuda_graphs, validate
         self.ignore_label, self.rank_self = ignore_label, False  # rank_self: the query is an irrelevant candidate of its list
+        self.temperature = Temperature(ranker, learned=learn_tau, last=tau_end, caller=self.name)
         self._graphs = GraphCache()
 
     @property
     def name(self) -> str:
         return type(self).__name__
+
+    @property
+    def tau(self) -> float | Tensor:
+        """The temperature of the ranker as it is now; assign a number to change it, at any time and without cost."""
+        value = self.temperature.value(self.ranker)
+        return value.detach() if isinstance(value, Tensor) else value
+
+    @tau.setter
+    def tau(self, value: float) -> None:
+        self.temperature.set(self.ranker, value)
+
+    def set_progress(self, done: float) -> None:
+        """Follow the schedule of tau; `done` is the share of training steps taken, 0 to 1. `fit` calls it at every step."""
+        last = self.temperature.last
+        if last is not None:
+            first: float = self.ranker.tau  # type: ignore[attr-defined]
+            self.tau = first * (last / first) ** done
+
+    def changing_settings(self) -> dict[str, float]:
+        """What changes during training, for the journal of `fit`; synchronises."""
+        return {"tau": float(self.tau)} if self.temperature.changes else {}
 
     def extra_repr(self) -> str:
         return f"{self.ranker}, {self.objective}, normalize={self.normalize}, reduction={self.reduction!r}"
@@ -137,7 +166,10 @@ class RankLoss(nn.Module):
 
     def of_embeddings(self, queries: Tensor, candidates: Tensor | None, relevance: Labels, **options: Any) -> Tensor:
         """`embedding_losses` with the settings of this loss."""
-        output = embedding_losses(queries, candidates, relevance, self.config, graphs=self._graphs, caller=self.name, **options)
+        scale, config = self.temperature.score_scale(self.ranker), self.config
+        output = embedding_losses(
+            queries, candidates, relevance, config, score_scale=scale, graphs=self._graphs, caller=self.name, **options
+        )
         self.used_queries, self.query_weights = output.used_queries, output.query_weights
         return output.loss
 
@@ -156,6 +188,8 @@ class RankLoss(nn.Module):
         if scores.ndim == 1:
             scores, relevance = scores[None], relevance[None]
             candidates = None if candidates is None else candidates[None]
+        scale = self.temperature.score_scale(self.ranker)
+        scores = scores if scale is None else scores * scale
         mask = Mask(relevance, candidates)
         output = score_losses(scores, mask, self.config, weights=weights, graphs=self._graphs, caller=self.name)
         self.used_queries, self.query_weights = output.used_queries, output.query_weights
@@ -178,9 +212,9 @@ class Preset:
     loss: Callable[..., RankLoss]
     settings: Mapping[str, str]  # constructor argument -> name of the setting it is given by
 
-    def build(self, settings: Any) -> RankLoss:
-        """The loss with the attributes of `settings` as arguments."""
-        return self.loss(**{argument: getattr(settings, setting) for argument, setting in self.settings.items()})
+    def build(self, settings: Any, **options: Any) -> RankLoss:
+        """The loss with the attributes of `settings` as arguments, and `options` of any `RankLoss`."""
+        return self.loss(**{argument: getattr(settings, setting) for argument, setting in self.settings.items()}, **options)
 
 
 PRESETS: dict[str, Preset] = {}

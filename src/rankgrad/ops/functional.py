@@ -10,7 +10,7 @@ An explicit request for a backend is honoured or refused, never replaced.
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -191,6 +191,17 @@ def _prepared(embeddings: Tensor, compute: Compute, backend: str) -> Tensor:
     return normalize_rows(wide)
 
 
+def _scaled(
+    queries: Tensor, candidates: Tensor | None, score_scale: float | Tensor, config: LossConfig
+) -> tuple[Tensor, Tensor | None, LossConfig]:
+    """Embeddings whose scores are `score_scale` times as large: the root goes to both sides, which may be one tensor."""
+    compute = replace(config.compute, precision=resolve_precision(config.compute.precision, queries), normalize=False)
+    root = score_scale**0.5
+    rows = _prepared(queries, config.compute, "tiled") * root
+    others = None if candidates is None else _prepared(candidates, config.compute, "tiled") * root
+    return rows, others, replace(config, compute=compute)
+
+
 def embedding_losses(
     queries: Tensor,
     candidates: Tensor | None,
@@ -200,6 +211,7 @@ def embedding_losses(
     weights: Tensor | None = None,
     mixture: Mixture | None = None,
     shard: slice | None = None,
+    score_scale: float | Tensor | None = None,
     graphs: GraphCache | None = None,
     caller: str,
 ) -> LossOutput:
@@ -213,9 +225,12 @@ def embedding_losses(
         weights: [Q] of the queries in the mean.
         mixture: (first, second, alpha), rank mixtures of `queries` against each other.
         shard: compute what these queries contribute to the loss of all; the shards of a batch sum up to its loss.
+        score_scale: what scores are multiplied by; it gets a gradient if it is a tensor that requires one.
         graphs: where small batches on a GPU are captured.
         caller: named in errors.
     """
+    if score_scale is not None:
+        queries, candidates, config = _scaled(queries, candidates, score_scale, config)
     compute, ranker = config.compute, config.ranker
     precision = resolve_precision(compute.precision, queries)
     like = queries if _is_wide(queries) else queries.new_empty(0, dtype=torch.float32)

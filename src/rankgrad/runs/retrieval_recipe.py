@@ -149,6 +149,10 @@ class RetrievalRecipe(Recipe):
     tau: float = setting(
         0.01, "temperature on score differences (recall-at-k, smooth-ap, sup-ap, approx-ndcg)", group="loss", least=1e-9
     )
+    tau_end: float = setting(
+        0.0, "tau at the end of training, approached by equal factors; 0: tau does not change", group="loss", least=0.0
+    )
+    learn_tau: bool = setting(False, "learn tau, beginning with the given one, at the rate of loss_lr", group="loss")
     rho: float = setting(100.0, "slope of the bound far ahead (sup-ap)", group="loss", least=0.0)
     delta: float = setting(0.05, "score difference from which the bound is linear (sup-ap)", group="loss", least=0.0)
     tau_cut: float = setting(1.0, "temperature on ranks (recall-at-k)", group="loss", least=1e-9)
@@ -203,6 +207,8 @@ class RetrievalRecipe(Recipe):
 
     before_setting: ClassVar[Mapping[str, Any]] = {
         "split_seed": "alphabetical",
+        "tau_end": 0.0,
+        "learn_tau": False,
         "proxy_weight": 0.0,
         "proxy_temperature": 0.05,
         "rho": 100.0,
@@ -244,10 +250,15 @@ class RetrievalRecipe(Recipe):
 
     def _check_loss(self) -> None:
         if self.uses_metric_learning:
-            for name in ("simix", "memory", "query_in_database", "proxy_weight"):
+            for name in ("simix", "memory", "query_in_database", "proxy_weight", "tau_end", "learn_tau"):
                 if getattr(self, name):
                     raise ValueError(f"`{name}` is for rank losses, and `loss` is {self.loss}")
             return
+        if self.tau_end and self.learn_tau:
+            raise ValueError("`tau_end` and `learn_tau` exclude each other: tau follows a schedule or is learned")
+        for name in ("tau_end", "learn_tau"):
+            if getattr(self, name) and "tau" not in PRESETS[self.loss].settings.values():
+                raise ValueError(f"`{name}` is for losses with a `tau`, and `loss` is {self.loss}")
         for name in ("loss_args", "miner", "miner_args"):
             if getattr(self, name):
                 raise ValueError(f"`{name}` is for losses of pytorch-metric-learning (pml:NAME), and `loss` is {self.loss}")

@@ -153,8 +153,10 @@ class RetrievalTask:
             decay_gem=recipe.decay_gem,
         )
         own = list(loss.parameters()) if isinstance(loss, nn.Module) else []
-        if own:
-            groups.append({"params": own, "lr": recipe.lr * recipe.loss_lr, "weight_decay": recipe.weight_decay})
+        # proxies decay like weights, a temperature does not
+        for params, decay in (([p for p in own if p.ndim], recipe.weight_decay), ([p for p in own if not p.ndim], 0.0)):
+            if params:
+                groups.append({"params": params, "lr": recipe.lr * recipe.loss_lr, "weight_decay": decay})
         return groups
 
     def make_loss(self) -> Loss:
@@ -205,7 +207,8 @@ class RetrievalTask:
         return CalibratedRankLoss(loss, term, recipe.proxy_weight)
 
     def _rank_loss(self) -> RankLoss | SiMix | EmbeddingMemory:
-        loss = PRESETS[self.recipe.loss].build(self.recipe)
+        recipe = self.recipe
+        loss = PRESETS[recipe.loss].build(recipe, learn_tau=recipe.learn_tau, tau_end=recipe.tau_end or None)
         if self.recipe.simix:
             # draws from torch's generator, which the training loop seeds before every step
             return SiMix(loss)

@@ -30,6 +30,7 @@ def diagnose(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
         spread: 1 - mean cosine between different images; 0 when all embeddings have collapsed into one.
         effective_rank: number of dimensions they span, exp of the entropy of their normalised singular values.
         skipped: queries without relevant items.
+        tau: temperature of the ranker where it is learned or changes, by `changing_settings` of the loss or one inside it.
     """
     if hasattr(loss, "diagnose"):
         numbers: dict[str, float] = loss.diagnose(embeddings, labels)
@@ -38,6 +39,9 @@ def diagnose(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
     embeddings = F.normalize(embeddings.detach().float(), dim=1)
     labels = labels.to(embeddings.device)
     numbers = {**batch_metrics(embeddings, labels), **spread(embeddings), "skipped": float(skipped)}
+    for module in loss.modules() if isinstance(loss, nn.Module) else ():
+        changing = getattr(module, "changing_settings", None)
+        numbers |= changing() if callable(changing) else {}
     share = pairs_with_gradient(embeddings, labels, loss)
     if share is not None:
         numbers["pairs_with_gradient"] = share

@@ -97,6 +97,7 @@ class TrainStep:
         self.optimizer = make_optimizer(param_groups, settings)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._factor = schedule(settings, steps_per_epoch)
+        self._last_step = max(settings.total_steps(steps_per_epoch) - 1, 1)
         self._scaler = torch.amp.GradScaler(device.type) if settings.precision == "fp16" else None
         # the scaler handles gradients that overflow
         self.guard = NaNGuard(gradients=self._scaler is None, names=item_names)
@@ -136,6 +137,7 @@ class TrainStep:
     ) -> StepOutput:
         """Takes step `step`, counted from 0, with torch's generators seeded by `seed`."""
         set_learning_rate(self.optimizer, self._factor(step))
+        self._set_progress(step / self._last_step)
         if self.settings.channels_last and isinstance(images, Tensor) and images.ndim == 4:
             images = images.contiguous(memory_format=torch.channels_last)
         labels = labels.to(self.device, non_blocking=True)
@@ -160,6 +162,13 @@ class TrainStep:
             embeddings=embeddings,
             labels=all_labels,
         )
+
+    def _set_progress(self, done: float) -> None:
+        """Tells the loss, and the losses inside it, how far training is, for schedules of their own."""
+        for module in self.loss.modules() if isinstance(self.loss, nn.Module) else ():
+            set_progress = getattr(module, "set_progress", None)
+            if callable(set_progress):
+                set_progress(done)
 
     def flush(self) -> None:
         """Checks that all steps so far were finite; synchronises."""
