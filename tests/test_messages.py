@@ -95,3 +95,17 @@ def test_durations(seconds, text, clock):
 
 def test_one_thing_is_not_several():
     assert (plural(1, "file"), plural(0, "file"), plural(2000, "query", "queries")) == ("1 file", "0 files", "2,000 queries")
+
+
+def test_the_last_column_is_broken_to_the_width_of_the_terminal():
+    found = table(
+        ["name", "meaning"], [("a", "one two three four five six seven eight"), ("bb", "nine")], indent="  ", width=40
+    )
+    assert found.split("\n") == [
+        "  name  meaning",
+        "  a     one two three four five six",
+        "        seven eight",
+        "  bb    nine",
+    ]
+    long = "x" * 50
+    assert long in table(["name", "meaning"], [("a", f"see {long}")], width=40), "an address is not cut"

@@ -4,7 +4,9 @@ import difflib
 import importlib
 import importlib.util
 import re
+import shutil
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Collection, Sequence
@@ -12,6 +14,8 @@ from types import TracebackType
 from typing import Any, TextIO
 
 FIRST = 10
+# characters of a column whose cells are broken, however narrow the terminal is
+LEAST_COLUMN = 30
 # seconds between two lines of progress where there is no terminal
 BETWEEN_LINES = 10.0
 _NUMBER = re.compile(r"[-+±~<>]?\s?\d[\d,.:]*(e[-+]?\d+)?( ?[%A-Za-zµ/]+)?( ± [\d,.]+)?|-|nan")
@@ -22,7 +26,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align: str | None = None, indent: str = "") -> str:
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    align: str | None = None,
+    indent: str = "",
+    width: int | None = None,
+) -> str:
     """Aligned columns under their names, two spaces apart.
 
     Args:
@@ -30,7 +41,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, align: str | 
         rows: cells; control characters in them are escaped.
         align: "l" or "r" for each column. By default a column of numbers is aligned to the right, with or without a unit.
         indent: put before each line.
+        width: of a line; cells of the last column are broken at spaces to fit. By default lines are as long as they must be.
     """
+    if width is not None:
+        rows = _broken(header, rows, width - len(indent))
     lines = _aligned(header, rows, align)
     return "\n".join(f"{indent}{'  '.join(line).rstrip()}" for line in lines)
 
@@ -206,6 +220,21 @@ class Progress:
 
     def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
+
+
+def _broken(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+    """`rows`, the last cell of each on as many lines as it needs; the other cells of the further lines are empty."""
+    taken = sum(max(_width(printable(row[i])) for row in (header, *rows)) + 2 for i in range(len(header) - 1))
+    broken = []
+    for *cells, last in rows:
+        first, *more = textwrap.wrap(last, max(width - taken, LEAST_COLUMN), break_long_words=False) or [""]
+        broken += [[*cells, first], *([*[""] * len(cells), line] for line in more)]
+    return broken
+
+
+def terminal_width() -> int:
+    """Columns of the terminal; 120 where there is none."""
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]], align: str | None) -> list[list[str]]:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rankgrad.data.table import GroundTruth, Table, halves
+from rankgrad.data.table import GroundTruth, Table, first_complaint, halves, path_complaint
 
 
 def table(n: int = 6, **changes) -> Table:
@@ -231,3 +233,21 @@ def test_classes_are_called_by_name_or_by_number():
     named = labelled([7, 8, -1], class_names={7: "seven"})
     assert [named.class_name(label) for label in (7, 8, -1)] == ["seven", "8", ""]
     assert named.select([0]).class_names == {7: "seven"}
+
+
+@given(st.lists(st.text(alphabet="ab./\\:\n\0", max_size=6), max_size=6))
+def test_many_paths_are_refused_for_what_one_is_refused_for(paths):
+    assert first_complaint(paths) == next(filter(None, map(path_complaint, paths)), None)
+
+
+def test_files_are_looked_at_once(tmp_path, monkeypatch):
+    from rankgrad.data import table as module
+    from rankgrad.runs.data_cache import identity_of
+
+    looked = []
+    size = module._file_size
+    monkeypatch.setattr(module, "_file_size", lambda path: looked.append(path) or size(path))
+    listed = files(tmp_path / "a")
+    first = identity_of(listed)
+    assert identity_of(listed) == first
+    assert looked == [str(listed.file(row)) for row in range(len(listed))]

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -166,3 +167,23 @@ def test_the_mean_of_nothing_is_null_in_the_file(tmp_path):
     assert math.isnan(listed["mAP[hard]"])
     listed.save(tmp_path, samples=5)
     assert json.loads((tmp_path / "result.json").read_text())["metrics"]["mAP[hard]"] is None
+
+
+def test_intervals_are_bootstrapped_once(result, tmp_path, monkeypatch):
+    from rankgrad.eval import result as module
+
+    calls = []
+
+    def counted(*arguments, **options):
+        calls.append(options)
+        return bootstrap_intervals(*arguments, **options)
+
+    monkeypatch.setattr(module, "bootstrap_intervals", counted)
+    again = replace(result)
+    first = again.intervals()
+    again.save(tmp_path)
+    first.clear()
+    assert again.intervals()
+    assert len(calls) == 1
+    again.intervals(by="class")
+    assert len(calls) == 2

@@ -280,3 +280,32 @@ def test_what_is_no_run_is_refused(tmp_path, run_folder):
         load(tmp_path)
     with pytest.raises(ValueError, match="checkpoint must be 'best' or 'last', got 'first'"):
         load(run_folder, checkpoint="first")
+
+
+def test_a_list_of_images_from_elsewhere_may_have_nulls_and_numbers(gallery, tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    shutil.copytree(gallery.folder, tmp_path / "copy")
+    table = parquet.read_table(gallery.folder / "ids.parquet")
+    labels = pa.array([None if row == 3 else row % 4 for row in range(len(table))])
+    parquet.write_table(table.set_column(2, "label", labels).drop(["id"]), tmp_path / "copy" / "ids.parquet")
+    found = Gallery.open(tmp_path / "copy").images
+    assert found.labels[:5] == ("0", "1", "2", "", "0")
+    assert found.table.paths == gallery.images.table.paths
+    names, codes = found.label_codes
+    assert [names[code] for code in codes] == list(found.labels)
+    assert Gallery.open(tmp_path / "copy").class_sizes == {"0": 8, "1": 8, "2": 7, "3": 6}
+
+
+def test_a_large_list_opens_without_a_look_at_every_path(tmp_path):
+    """A million images open in about a second (`python -m benchmarks.gallery`); a call for each path takes several."""
+    from fake_galleries import made_up
+
+    from rankgrad.data import table
+
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "path_complaint", calls.append)
+        made_up(tmp_path / "many", items=5000, dim=4)
+    assert not calls

@@ -159,8 +159,9 @@ def main_predict(arguments: Sequence[str]) -> int:
     model = _load_for(gallery, given)
     gallery.check_fits(model)
     files = [images.file(row).absolute() for row in range(len(images))]
-    rows = {str(gallery.images.table.file(row).absolute()): row for row in range(len(gallery))}
-    itself = [rows.get(str(path), -1) for path in files]
+    root = gallery.images.table.root.absolute()
+    rows = {path: row for row, path in enumerate(gallery.images.table.paths)}
+    itself = [rows.get(path.relative_to(root).as_posix(), -1) if path.is_relative_to(root) else -1 for path in files]
     predictions = predict_labels(searcher, model.embed(files, workers=given.workers), given.k, exclude=itself)
     content = [
         [str(path), each.label, f"{each.agreement:.3f}", f"{each.score:.4f}", str(gallery.images.table.file(each.nearest))]

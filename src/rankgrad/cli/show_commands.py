@@ -4,13 +4,14 @@ import argparse
 import json
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankgrad._files import replace_file
-from rankgrad._messages import did_you_mean, format_duration, printable, table
+from rankgrad._messages import did_you_mean, format_duration, printable, table, terminal_width
 from rankgrad.cli.parser import Parser, in_flags
 from rankgrad.runs.task import RETRIEVAL
 
@@ -68,17 +69,22 @@ def describe_recipe(recipe: "Recipe") -> str:
 
     known = settings_of(type(recipe))
     settings = [
-        (name, format_value(getattr(recipe, name)), in_flags(entry.description, known)) for name, entry in known.items()
+        (name, format_value(getattr(recipe, name)) or "-", in_flags(entry.description, known)) for name, entry in known.items()
     ]
-    parts = [f"{recipe.name}: {recipe.what}", table(["setting", "value", "meaning"], settings, align="lll", indent="  ")]
+    listed = table(["setting", "value", "meaning"], settings, align="lll", indent="  ", width=terminal_width())
+    parts = [f"{recipe.name}: {recipe.what}", listed]
     if recipe.published:
         rows = [
             (number.metric, _percent(number), number.split, f"{number.source}{f' ({number.note})' if number.note else ''}")
             for number in recipe.published
         ]
-        parts.append(table(["published", "value", "split", "source"], rows, align="lrll", indent="  "))
+        header = ["published", "value", "split", "source"]
+        parts.append(table(header, rows, align="lrll", indent="  ", width=terminal_width()))
     if recipe.notes:
-        parts.append("\n".join(["notes:", *(f"  - {note}" for note in recipe.notes)]))
+        notes = (
+            textwrap.fill(note, terminal_width(), initial_indent="  - ", subsequent_indent="    ") for note in recipe.notes
+        )
+        parts.append("\n".join(["notes:", *notes]))
     return "\n\n".join(parts)
 
 

@@ -55,6 +55,7 @@ class Result(Mapping[str, float]):
     def __post_init__(self) -> None:
         means = {metric: _mean(self.per_query[column]) for metric, column in self.columns.items()}
         object.__setattr__(self, "_means", means)
+        object.__setattr__(self, "_intervals", {})
 
     def __getitem__(self, metric: str) -> float:
         means: dict[str, float] = self.__dict__["_means"]
@@ -96,7 +97,7 @@ class Result(Mapping[str, float]):
     def intervals(
         self, level: float = 0.95, samples: int = 1000, seed: int = 0, *, by: Literal["query", "class"] = "query"
     ) -> dict[str, tuple[float, float]]:
-        """Bootstrap confidence interval of every metric.
+        """Bootstrap confidence interval of every metric; computed once for the same arguments.
 
         Args:
             level: confidence level.
@@ -106,10 +107,14 @@ class Result(Mapping[str, float]):
                 whole classes, for statements about other classes, which is wider where queries of a class succeed together.
         """
         check_choice(by, ("query", "class"), name="by", caller="Result.intervals")
-        units = self.query_index if by == "query" else self._labels_or_error("intervals by class")
-        values = np.stack([self.per_query[column].astype(np.float64) for column in self.columns.values()], axis=1)
-        bounds = bootstrap_intervals(values, units, level=level, samples=samples, seed=seed)
-        return {metric: (float(low), float(high)) for metric, (low, high) in zip(self.columns, bounds, strict=True)}
+        known: dict[Any, dict[str, tuple[float, float]]] = self.__dict__["_intervals"]
+        key = (level, samples, seed, by)
+        if key not in known:
+            units = self.query_index if by == "query" else self._labels_or_error("intervals by class")
+            values = np.stack([self.per_query[column].astype(np.float64) for column in self.columns.values()], axis=1)
+            bounds = bootstrap_intervals(values, units, level=level, samples=samples, seed=seed).tolist()
+            known[key] = {metric: (low, high) for metric, (low, high) in zip(self.columns, bounds, strict=True)}
+        return dict(known[key])
 
     def by_class(self) -> dict[Any, dict[str, float]]:
         """Means over the queries of each label, and the number of its "queries"; keys are the labels that were given."""

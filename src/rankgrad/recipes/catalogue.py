@@ -28,6 +28,7 @@ class TaskKind:
         data: what --data is.
         default: name of the recipe to use where none is given.
         distributed: whether several processes can train together.
+        workers: how many threads decode images by default, for the help.
     """
 
     recipe: type[Recipe]
@@ -36,6 +37,7 @@ class TaskKind:
     data: str
     default: str = ""
     distributed: bool = False
+    workers: str = "one per core"
 
     def make(self, recipe: Recipe, context: RunContext) -> Task:
         """The task of a recipe."""
@@ -66,6 +68,7 @@ TASKS: Mapping[str, TaskKind] = {
         "rankgrad detect",
         "rankgrad.detection.detection_task:DetectionTask",
         data="VOCdevkit, or a folder in its layout",
+        workers="2",
     ),
 }
 COMMAND_OF: Mapping[type[Recipe], str] = {kind.recipe: kind.command for kind in TASKS.values()}

@@ -1,6 +1,5 @@
 """Data sets and decoded images of retrieval, opened once however many runs use them."""
 
-import contextlib
 import warnings
 import zlib
 from dataclasses import dataclass, replace
@@ -187,9 +186,7 @@ def identity_of(table: Table) -> DataIdentity:
         marks = "".join(str(int(flags[row])) for flags in (table.is_query, table.is_gallery) if flags is not None)
         if table.pixels is not None:
             return f"{zlib.crc32(table.pixels[row].tobytes()):08x} {marks}"
-        with contextlib.suppress(OSError):
-            return f"{table.file(row).stat().st_size} {marks}"
-        return f"missing {marks}"
+        return f"{table.file_sizes[row] or 'missing'} {marks}"
 
     labels = table.labels.tolist()
     return DataIdentity.of(

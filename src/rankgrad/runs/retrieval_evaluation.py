@@ -3,7 +3,6 @@
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +66,6 @@ class RetrievalEvaluation:
 
     def intervals(self) -> Mapping[str, tuple[float, float]]:
         """By resampling queries."""
-        return self._intervals
-
-    @cached_property
-    def _intervals(self) -> Mapping[str, tuple[float, float]]:
         return {} if self.result is None else self.result.intervals()
 
     def write(self, folder: Path, extra: Mapping[str, Any]) -> None:

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rankgrad._messages import printable
 from rankgrad.data.image_files import UnreadableImageError
 from rankgrad.data.readers.manifest import BOX
 from rankgrad.data.table import Table
+from rankgrad.eval.embedding_blocks import to_unit_length
 from rankgrad.search.image_lists import ImageList
 from rankgrad.search.signatures import is_own
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 EMBEDDINGS, ABOUT, IMAGES, LEFT_OUT = "embeddings.npy", "embedding.json", "images", "left_out.txt"
 IDS_FILES = ("ids.parquet", "ids.csv")
+# the columns that are text
+TEXTS = ("path", "label", "category")
 FORMAT = 1
 # what is used of embedding.json
 ABOUT_KINDS: Mapping[str, type | tuple[type, ...]] = {
@@ -84,8 +88,9 @@ class Gallery:
     @cached_property
     def class_sizes(self) -> Mapping[str, int]:
         """Number of images of each class that has a name."""
-        names, counts = np.unique(np.array(self.images.labels), return_counts=True)
-        return {str(name): int(count) for name, count in zip(names, counts, strict=True) if name}
+        names, codes = self.images.label_codes
+        counts = np.bincount(codes, minlength=len(names)).tolist()
+        return {name: count for name, count in zip(names, counts, strict=True) if name}
 
     @classmethod
     def of(cls, embeddings: NDArray[np.float32], images: ImageList | None = None) -> "Gallery":
@@ -116,9 +121,9 @@ class Gallery:
             columns = _read_ids(_inside(folder, about["ids"]))
             shape = (len(columns["path"]), about["dim"])
             recorded = folder / IMAGES if about["root"] is None else Path(about["root"])
-            paths = tuple(columns["path"])
+            paths, labels, categories = (tuple(columns[name]) for name in TEXTS)
             table = Table(folder.name, images or recorded, paths, np.full(shape[0], -1, np.int64), boxes=_boxes(columns))
-            listed = ImageList(table, _texts(columns["label"]), _texts(columns["category"]))
+            listed = ImageList(table, labels, categories)
         except DAMAGE as error:
             reason = printable(str(error))
             raise ValueError(f"{folder} is not a complete folder of embeddings ({reason}): make it again with embed") from error
@@ -169,13 +174,10 @@ def unit_rows(embeddings: NDArray[Any]) -> NDArray[np.float32]:
     """Rows of length 1 in float32; rows of zeros stay. No finite length over- or underflows."""
     result = np.empty(embeddings.shape, np.float32)
     for first in range(0, len(embeddings), BLOCK):
-        block = np.asarray(embeddings[first : first + BLOCK], np.float64)
-        largest = np.abs(block).max(axis=1, keepdims=True)
-        if not np.isfinite(largest).all():
+        block = torch.from_numpy(np.array(embeddings[first : first + BLOCK], np.float64))
+        if not bool(torch.isfinite(block).all()):
             raise ValueError("embeddings must be finite, got NaN or infinite numbers")
-        block = block / np.where(largest > 0, largest, 1)
-        length = np.linalg.norm(block, axis=1, keepdims=True)
-        result[first : first + BLOCK] = block / np.where(length > 0, length, 1)
+        result[first : first + BLOCK] = to_unit_length(block).numpy()
     return result
 
 
@@ -217,10 +219,6 @@ def _boxes(columns: Mapping[str, Sequence[Any]]) -> NDArray[np.float64] | None:
     return np.array([[float(edge or "nan") for edge in columns[name]] for name in BOX]).T
 
 
-def _texts(column: Sequence[Any]) -> tuple[str, ...]:
-    return tuple("" if value is None else str(value) for value in column)
-
-
 def _read_about(folder: Path) -> dict[str, Any]:
     path = folder / ABOUT
     if not path.is_file():
@@ -244,8 +242,11 @@ def _read_ids(path: Path) -> dict[str, list[Any]]:
     if path.suffix == ".parquet":
         from pyarrow import parquet  # type: ignore[import-untyped]
 
-        table = parquet.read_table(path)
-        return {name: table[name].to_pylist() for name in table.column_names}
+        known = [name for name in (*TEXTS, *BOX) if name in parquet.read_schema(path).names]
+        table = parquet.read_table(path, columns=known)
+        return {
+            name: _texts(table[name], repeats=name != "path") if name in TEXTS else table[name].to_pylist() for name in known
+        }
     with path.open(newline="", encoding="utf-8") as file:
         try:
             header, *rows = csv.reader(file, strict=True)
@@ -255,3 +256,13 @@ def _read_ids(path: Path) -> dict[str, list[Any]]:
         if len(row) != len(header):
             raise ValueError(f"{path.name}: row {number} has {len(row)} columns and not {len(header)}")
     return {name: [row[i] for row in rows] for i, name in enumerate(header)}
+
+
+def _texts(column: Any, *, repeats: bool) -> list[str]:
+    """A column of Arrow as text, "" for null; values that repeat as one object each, which is quicker."""
+    text = column.cast("string").fill_null("").combine_chunks()
+    if not repeats:
+        return list(text.to_numpy(zero_copy_only=False))
+    encoded = text.dictionary_encode()
+    names: NDArray[np.object_] = encoded.dictionary.to_numpy(zero_copy_only=False)
+    return list(names[encoded.indices.to_numpy()])

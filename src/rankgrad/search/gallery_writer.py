@@ -78,7 +78,7 @@ def embed_images(
         kept = images.select(rows)
         if kept.table.pixels is not None:
             kept = _as_files(kept, unfinished / IMAGES)
-        _write_ids(unfinished / f"ids.{ids}", kept)
+        write_ids(unfinished / f"ids.{ids}", kept)
         about = {
             "format": FORMAT,
             "run": str(model.folder.resolve()),
@@ -150,7 +150,8 @@ def _as_files(images: ImageList, folder: Path) -> ImageList:
     return replace(images, table=replace(images.table, root=folder, paths=paths, pixels=None))
 
 
-def _write_ids(path: Path, images: ImageList) -> None:
+def write_ids(path: Path, images: ImageList) -> None:
+    """Write the list of images, as parquet or CSV by the ending of `path`."""
     columns: dict[str, Sequence[Any]] = {
         "id": range(len(images)),
         "path": images.table.paths,

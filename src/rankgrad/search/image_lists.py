@@ -3,9 +3,11 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankgrad._messages import shorten
 from rankgrad.data.readers import READERS, read
@@ -38,6 +40,13 @@ class ImageList:
 
     def __len__(self) -> int:
         return len(self.table)
+
+    @cached_property
+    def label_codes(self) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+        """The distinct labels in order, and [N] the position of each image's label among them."""
+        names = tuple(sorted(set(self.labels)))
+        number = {name: place for place, name in enumerate(names)}
+        return names, np.fromiter(map(number.__getitem__, self.labels), np.int64, len(self))
 
     def select(self, rows: Sequence[int]) -> "ImageList":
         """Some of them, in the order given."""

@@ -61,8 +61,6 @@ class SearchService:
         self.gallery.check_fits(model)
         self.gallery.check_images()
         self._decoder = ImageDecoder(self.gallery.images.table, THUMB, square=False)
-        # each label is searched once, however many images have it
-        self._names, self._name_of = np.unique(np.array(self.gallery.images.labels), return_inverse=True)
 
     def about(self) -> dict[str, Any]:
         """The run and the gallery in numbers."""
@@ -163,8 +161,10 @@ class SearchService:
         """Rows whose label contains `text`; None for all."""
         if not text:
             return None
-        wanted = np.array([text.casefold() in name.casefold() for name in self._names.tolist()], dtype=np.bool_)
-        return np.flatnonzero(wanted[self._name_of])
+        # each label is searched once, however many images have it
+        names, codes = self.gallery.images.label_codes
+        wanted = np.array([text.casefold() in name.casefold() for name in names], dtype=np.bool_)
+        return np.flatnonzero(wanted[codes])
 
     def thumb(self, row: int) -> bytes:
         """A JPEG without the metadata of its file."""
