@@ -4,30 +4,23 @@ A task knows its data, model, loss and metrics; everything else is here, once. A
 and is added to `recipes/catalogue.py`.
 """
 
-import contextlib
-import json
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from torch import nn
 
-from rankgrad._files import atomic_folder, write_error_reason
 from rankgrad.integrations.trackers import make_trackers
 from rankgrad.runs.recipe import format_value
 from rankgrad.runs.results_table import comparison
 from rankgrad.runs.run_folder import DEBUG_NOTICE, UNTRAINED, RunFile, RunFolder
-from rankgrad.runs.task import VALIDATION, SplitResult, Task, TestIdentity
-from rankgrad.train.errors import TrainingError
+from rankgrad.runs.task import VALIDATION, SplitResult, Task
+from rankgrad.runs.tester import TestedWeights, Tester, Which
 from rankgrad.train.journal import JOURNAL, entries
 from rankgrad.train.loop import Evaluator, fit
 from rankgrad.train.processes import Processes
 from rankgrad.train.resume import FitResult
-
-Which: TypeAlias = Literal["best", "last", "untrained"]
 
 # of the time of training: what a test of the untrained network may take for it to be made without being asked for
 UNTRAINED_FRACTION = 0.1
@@ -65,7 +58,7 @@ def _run(task: Task, folder: RunFolder, *, resume: bool, debug: bool) -> Mapping
         folder.checkpoints.checkpoint(which).load_into(model)
     task.context.say(f"testing the {which} checkpoint of {folder}")
     step = outcome.best["step"] if outcome.best else outcome.step
-    return _test(task, model, folder, _TestedWeights(which, step), debug=debug)
+    return _test(task, model, folder, TestedWeights(which, step), debug=debug)
 
 
 def evaluate_run(
@@ -98,14 +91,14 @@ def evaluate_run(
     if which == "untrained":
         model = task.make_model(pretrained=True)
         task.initialise(model)
-        found = _TestedWeights(which, 0, (UNTRAINED, *changed))
+        found = TestedWeights(which, 0, (UNTRAINED, *changed))
         task.context.say(f"testing the untrained network of {folder}")
     else:
         saved = folder.checkpoint(which)
         # all weights come from the checkpoint: the file or download that training began with is not needed
         model = task.make_model(pretrained=False)
         saved.load_into(model)
-        found = _TestedWeights(which, saved.step, (*([which] if which != default else []), *changed))
+        found = TestedWeights(which, saved.step, (*([which] if which != default else []), *changed))
         task.context.say(f"testing the {which} checkpoint of {folder}, step {saved.step:,}")
     return _test(task, model, folder, found, splits=splits, protocol=protocol, debug=saved_file.debug)
 
@@ -157,7 +150,7 @@ def train_and_evaluate(
         if outcome.reason == "interrupted":
             raise KeyboardInterrupt
         metrics = {split: dict(outcome.metrics[VALIDATION]) for split in splits if split == VALIDATION}
-        tester = _Tester(task, model, folder, _TestedWeights("last", outcome.step), debug=debug, is_saved=save)
+        tester = Tester(task, model, folder, TestedWeights("last", outcome.step), debug=debug, is_saved=save)
         results: dict[str, SplitResult] = {}
         with folder.evaluating(task.context.processes):
             for split in tests:
@@ -217,7 +210,7 @@ def _train(
             return model, _save_untrained(model, folder, context.processes)
         if tests_untrained and not begun and _is_cheap(task, len(batches)):
             context.say("testing the untrained network, to compare with")
-            _test_splits(task, model, folder, _TestedWeights("untrained", 0, (UNTRAINED,)), debug=debug)
+            _test_splits(task, model, folder, TestedWeights("untrained", 0, (UNTRAINED,)), debug=debug)
         outcome = fit(
             model,
             loss,
@@ -293,7 +286,7 @@ def _test(
     task: Task,
     model: nn.Module,
     folder: RunFolder,
-    checkpoint: "_TestedWeights",
+    checkpoint: TestedWeights,
     *,
     splits: Sequence[str] | None = None,
     protocol: str | None = None,
@@ -304,7 +297,7 @@ def _test(
     for split in splits or ():
         if split not in known:
             raise ValueError(f"{task.recipe.name} cannot be tested on {split!r}: choose one of {', '.join(known)}")
-    tester = _Tester(task, model, folder, checkpoint, protocol=protocol, debug=debug)
+    tester = Tester(task, model, folder, checkpoint, protocol=protocol, debug=debug)
     with folder.evaluating(task.context.processes):
         results = {split: tester.test(split) for split in splits or known}
     if task.context.processes.first:
@@ -313,129 +306,13 @@ def _test(
     return results
 
 
-def _test_splits(task: Task, model: nn.Module, folder: RunFolder, weights: "_TestedWeights", *, debug: bool) -> None:
+def _test_splits(task: Task, model: nn.Module, folder: RunFolder, weights: TestedWeights, *, debug: bool) -> None:
     """Test on every split and save the results, without a word."""
-    tester = _Tester(task, model, folder, weights, debug=debug)
+    tester = Tester(task, model, folder, weights, debug=debug)
     with folder.evaluating(task.context.processes):
         for split in task.test_splits():
             tester.test(split)
     tester.raise_problems()
-
-
-@dataclass(frozen=True)
-class _TestedWeights:
-    """The weights that are tested. `marks` are those of a result that is not the run's own: other weights, other settings."""
-
-    which: Which
-    step: int
-    marks: tuple[str, ...] = ()
-
-
-class _Tester:
-    """Tests on one split after another and saves the results, each under a key of its own.
-
-    The key of the run's own tests is the name of the split. Other data, another protocol or another checkpoint is added to it,
-    so that no result replaces one that is not comparable.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        model: nn.Module,
-        folder: RunFolder,
-        weights: _TestedWeights,
-        *,
-        protocol: str | None = None,
-        debug: bool = False,
-        is_saved: bool = True,
-    ) -> None:
-        self.task, self.folder, self.weights, self.protocol = task, folder, weights, protocol
-        self.debug, self.is_saved = debug, is_saved
-        self.evaluate = task.make_evaluator(model)
-        self.problems: list[str] = []
-        self.untrained: dict[str, Mapping[str, float]] = {}
-        """Metrics of the untrained network on the same splits, as far as there are any."""
-
-    def test(self, split: str) -> SplitResult:
-        """Test and save. What cannot be saved is a problem for `raise_problems`, when the result has been printed."""
-        identity = self.task.test_identity(split, self.protocol)
-        is_own = self._is_own(split, identity)
-        key = self.key_of(split, identity, is_own=is_own, marks=self.weights.marks)
-        data = self.task.context.data
-        extra = {
-            "data": {"path": None if data is None else str(data), "fingerprint": identity.data, "own": is_own},
-            "checkpoint": {"name": self.weights.which, "step": self.weights.step},
-            "debug": self.debug,
-        }
-        evaluation: SplitResult | None = None
-        try:
-            with self._output(key) as (folder, is_kept):
-                evaluation = self.evaluate(split, protocol=self.protocol, scratch=folder)
-                if is_kept:
-                    evaluation.write(folder, extra)
-        except OSError as error:
-            if evaluation is None or self.task.context.processes.size > 1:
-                raise
-            self._add_problem(key, error)
-        else:
-            self.untrained[split] = self._read_untrained(split, identity, is_own=is_own)
-            if is_kept and key != split:
-                self.task.context.say(f"{split}: saved as {self.folder.result(key)}")
-        return evaluation
-
-    def key_of(self, split: str, identity: TestIdentity, *, is_own: bool, marks: Sequence[str]) -> str:
-        """Name of the result's folder."""
-        data = "" if is_own else f"{_name_of(self.task.context.data)}-{identity.data[:8]}"
-        protocol = "" if identity.is_default else identity.protocol
-        return "@".join(filter(None, (split, data, protocol, *marks))).replace("/", "_")
-
-    def raise_problems(self) -> None:
-        """Say what could not be saved."""
-        if self.problems:
-            raise TrainingError(f"the result could not be saved: {'; '.join(self.problems)}")
-
-    def _read_untrained(self, split: str, identity: TestIdentity, *, is_own: bool) -> Mapping[str, float]:
-        marks = [UNTRAINED, *(mark for mark in self.weights.marks if "=" in mark)]
-        path = self.folder.result(self.key_of(split, identity, is_own=is_own, marks=marks)) / "result.json"
-        if self.weights.which == UNTRAINED or not path.is_file():
-            return {}
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            is_same = content["data"]["fingerprint"] == identity.data
-            return {str(name): float(value) for name, value in content["metrics"].items()} if is_same else {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return {}
-
-    def _is_own(self, split: str, identity: TestIdentity) -> bool:
-        """Whether the data is what the run was started on; without fingerprints, whether it is in the same place."""
-
-        def compare() -> bool:
-            saved = (self.folder.read_data_identity() or {}).get(split)
-            return identity.data == saved.fingerprint if saved else self.task.context.data == self.folder.read().data
-
-        return self.task.context.processes.on_first(compare)
-
-    @contextlib.contextmanager
-    def _output(self, key: str) -> Iterator[tuple[Path, bool]]:
-        """A folder to write to, and whether it is kept as the result; the processes agree on that."""
-        processes = self.task.context.processes
-        with contextlib.ExitStack() as stack:
-            path: Path | None = None
-            if self.is_saved and processes.first:
-                try:
-                    path = stack.enter_context(atomic_folder(self.folder.result(key), replace=True))
-                except OSError as error:
-                    self._add_problem(key, error)
-            is_kept = processes.on_first(lambda: path is not None)
-            yield path or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rankgrad-"))), is_kept
-
-    def _add_problem(self, key: str, error: OSError) -> None:
-        self.problems.append(f"{self.folder.result(key)}: {write_error_reason(error)}")
-
-
-def _name_of(data: Path | None) -> str:
-    # file systems allow 255 bytes in all
-    return "data" if data is None else data.stem.encode()[:60].decode(errors="ignore")
 
 
 def _print_results(
