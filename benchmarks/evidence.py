@@ -90,7 +90,7 @@ class Evidence:
         """The lines of a file that are results: of runs that chose settings only where there are no others."""
         if file not in self._files:
             with (self.results / f"{file}.csv").open(newline="", encoding="utf-8") as opened:
-                rows = list(csv.DictReader(opened))
+                rows: list[Row] = list(csv.DictReader(opened))
             self._files[file] = [row for row in rows if row["split"] == "test"] or rows
         return self._files[file]
 
