@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankgrad.detection.detection_recipe import DetectionRecipe
-from rankgrad.recipes import cars_studies
+from rankgrad.recipes import loss_studies, setting_studies
 from rankgrad.recipes.catalogue import find
 from rankgrad.recipes.default_study import DEFAULTS
 from rankgrad.recipes.recall_at_k import SIMIX_KS
@@ -92,7 +92,8 @@ STUDIES: Mapping[str, Study] = {
         metrics=("R@1", "R@4", "mAP", "mAP@R"),
         matches_budget=True,
     ),
-    **cars_studies.STUDIES,
+    **loss_studies.STUDIES,
+    **setting_studies.STUDIES,
     "defaults": DEFAULTS,
     "shapes": _detection("shapes"),
     "cells": _detection("cells"),
