@@ -30,6 +30,7 @@ from rankgrad.losses.recall import (
 )
 from rankgrad.losses.simix import SiMix
 from rankgrad.ops.autograd import Ranks
+from rankgrad.ops.pairs import Pairs
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Sigmoid, UpperBound
 from rankgrad.train.large_batch import LargeBatch
 from rankgrad.train.loop import fit
@@ -59,6 +60,7 @@ __all__ = [
     "LogRecall",
     "MulticlassRankLoss",
     "PairCalibration",
+    "Pairs",
     "PrecisionAtK",
     "ProxySoftmax",
     "RPrecision",

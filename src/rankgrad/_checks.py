@@ -96,18 +96,25 @@ def check_batch(
 ) -> None:
     """Embeddings and labels as a rank loss takes them; `validate` checks contents too, which synchronises."""
     check_embeddings(embeddings, name="embeddings", caller=caller)
-    if weights is not None:
-        check_weights(weights, items=len(embeddings), validate=validate, caller=caller)
     check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller=caller)
     if (ref_emb is None) != (ref_labels is None):
         given, missing = ("ref_emb", "ref_labels") if ref_labels is None else ("ref_labels", "ref_emb")
         raise ValueError(f"{caller}: ref_emb and ref_labels go together, got {given} and no {missing}")
+    check_references(embeddings, ref_emb, self_index, weights, validate=validate, caller=caller)
+    if ref_emb is not None:
+        check_labels(ref_labels, items=len(ref_emb), of="ref_emb", name="ref_labels", caller=caller)
+
+
+def check_references(embeddings: Any, ref_emb: Any, self_index: Any, weights: Any, *, validate: bool, caller: str) -> None:
+    """All of a batch but what says who is relevant."""
+    check_embeddings(embeddings, name="embeddings", caller=caller)
+    if weights is not None:
+        check_weights(weights, items=len(embeddings), validate=validate, caller=caller)
     if ref_emb is None:
         if self_index is not None:
             raise ValueError(f"{caller}: self_index needs ref_emb; without it query i is candidate i")
     else:
         check_embeddings(ref_emb, name="ref_emb", caller=caller)
-        check_labels(ref_labels, items=len(ref_emb), of="ref_emb", name="ref_labels", caller=caller)
         if ref_emb.shape[1] != embeddings.shape[1]:
             wanted, came = embeddings.shape[1], ref_emb.shape[1]
             raise ValueError(f"{caller}: ref_emb must have the {wanted} dimensions of embeddings, got {came}")

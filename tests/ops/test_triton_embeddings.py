@@ -45,7 +45,7 @@ def batch(items: int, classes: int, *, dim: int = 24, seed: int = 0) -> tuple[Te
     return (centres[labels] + torch.randn(items, dim, generator=generator)).to(DEVICE), labels.to(DEVICE)
 
 
-def run(loss: rg.RankLoss, *tensors: Tensor | None, dtype: torch.dtype = torch.float32, **options: Tensor) -> list[Tensor]:
+def run(loss: rg.RankLoss, *tensors: Tensor | None, dtype: torch.dtype = torch.float32, **options: object) -> list[Tensor]:
     """Value and gradients of embeddings, labels and perhaps references, as float64."""
     leaves = [t.detach().to(dtype).requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
     value = loss(*leaves, **options)
@@ -59,7 +59,7 @@ def error(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
-def assert_as_good_as_float32(ranker: object, *tensors: Tensor | None, rank_self: bool = False, **options: Tensor) -> None:
+def assert_as_good_as_float32(ranker: object, *tensors: Tensor | None, rank_self: bool = False, **options: object) -> None:
     def loss(backend: str) -> rg.RankLoss:
         made = rg.RankLoss(ranker, rg.AveragePrecision(), backend=backend, precision="high", cuda_graphs=False)
         made.rank_self = rank_self

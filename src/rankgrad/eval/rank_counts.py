@@ -158,9 +158,9 @@ class _SymmetricTiles:
         by_row, by_column = self.positives.get(i), self.positives.get(z) if transposed else None
         if by_row or by_column:
             scores = torch.mm(self.tiles[i], self.tiles[z].t(), out=self.workers.scratch)
-            _, first, last = self.bands[i]
+            most, first, last = self.bands[i]
             if self.chunks[z].start < last and self.chunks[z].stop > first:
-                self.lists.hide_(scores[:height, :width], self.chunks[i], self.chunks[z])
+                self.lists.hide_(scores[:height, :width], self.chunks[i], self.chunks[z], most)
             scores[height:] = -torch.inf
             scores[:, width:] = -torch.inf
             if by_row:

@@ -64,7 +64,7 @@ class CalibratedRankLoss(nn.Module):
         value: Tensor = self.loss(embeddings, labels, **options)
         return self.with_term(value, embeddings, labels)
 
-    def with_term(self, value: Tensor, embeddings: Tensor, labels: Tensor, *, share: float = 1.0) -> Tensor:
+    def with_term(self, value: Tensor, embeddings: Tensor, labels: Any, *, share: float = 1.0) -> Tensor:
         """The sum of the rank loss `value`, which may be that of a shard, and `share` of the term of the whole batch."""
         return (1 - self.weight) * value + (self.weight * share) * self.term(embeddings, labels).to(value.dtype)
 

@@ -24,6 +24,7 @@ from rankgrad.losses.calibration import CalibratedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.simix import SiMix
+from rankgrad.ops.relevance import Relevance
 
 
 class DistributedRankLoss(nn.Module):
@@ -37,6 +38,9 @@ class DistributedRankLoss(nn.Module):
     process draws its own random numbers for a `Blackbox` with `margin_noise` and for random layers of the model; the virtual
     examples of `SiMix` are drawn by the first process for all. With one process, or without a process group, it is `loss`.
 
+    In place of labels each process may give `Pairs`, in rows of the whole batch: those of the first process come first. A pair
+    is given by one process, whichever.
+
     After a call `gathered` holds embeddings and labels of the whole batch, `used_queries` counts all processes' queries.
 
     Args:
@@ -48,7 +52,7 @@ class DistributedRankLoss(nn.Module):
             do. False: the caller sums them; what arrives at the embeddings is then the gradient of the loss.
     """
 
-    gathered: tuple[Tensor, Tensor] | None
+    gathered: tuple[Tensor, Tensor | Relevance] | None
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class DistributedRankLoss(nn.Module):
         dist.all_reduce(total, group=self.group)
         return total / dist.get_world_size(self.group)
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Tensor | Relevance) -> Tensor:
         """Loss of the batch of all processes, from the embeddings [items, dimensions] and labels of this one."""
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
             value: Tensor = self.loss(embeddings, labels)
@@ -98,7 +102,11 @@ class DistributedRankLoss(nn.Module):
         shards = _Shards.of(embeddings, labels, self.group)
         gathered: Tensor = _Gather.apply(embeddings, shards)
         # on the device of the embeddings, which is where the backend of the group can send from
-        all_labels = shards.gather(labels.to(embeddings.device, torch.long))
+        all_labels: Tensor | Relevance
+        if isinstance(labels, Tensor):
+            all_labels = shards.gather(labels.to(embeddings.device, torch.long))
+        else:
+            all_labels = labels.gathered(lambda rows: gather_ragged(rows.to(embeddings.device), self.group))
         factor = shards.size if self.averaged else 1
         whole: Tensor = _Sum.apply(self._shard_loss(gathered, all_labels, shards), factor, self.group)
         inner = _inner(self.loss)
@@ -107,13 +115,14 @@ class DistributedRankLoss(nn.Module):
         self.gathered = gathered.detach(), all_labels
         return whole
 
-    def _shard_loss(self, gathered: Tensor, labels: Tensor, shards: "_Shards") -> Tensor:
+    def _shard_loss(self, gathered: Tensor, labels: Tensor | Relevance, shards: "_Shards") -> Tensor:
         loss = _inner(self.loss)
         if isinstance(loss, SiMix):
             # all draw, so that generators which were alike stay so
-            alpha = loss.draw(labels, gathered)
+            classes = loss.class_labels(labels)
+            alpha = loss.draw(classes, gathered)
             dist.broadcast(alpha, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
-            value = loss.shard_loss(gathered, labels, shards.rows, alpha)
+            value = loss.shard_loss(gathered, classes, shards.rows, alpha)
         else:
             value = loss.shard_loss(gathered, labels, shards.rows)
         if isinstance(self.loss, CalibratedRankLoss):
@@ -135,11 +144,12 @@ class _Shards:
         self.rows = slice(start, start + counts[rank])
 
     @classmethod
-    def of(cls, embeddings: Tensor, labels: Tensor, group: "dist.ProcessGroup | None") -> "_Shards":
+    def of(cls, embeddings: Tensor, labels: Tensor | Relevance, group: "dist.ProcessGroup | None") -> "_Shards":
         """Compare the shapes of all processes; all of them raise where they do not fit, so that none hangs."""
         caller = "DistributedRankLoss"
         check_tensor(embeddings, name="embeddings", caller=caller)
-        check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller=caller)
+        if not isinstance(labels, Relevance):
+            check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller=caller)
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         mine = torch.tensor([len(embeddings), *embeddings.shape[1:2]], device=embeddings.device)
         shapes = mine.new_empty(size * len(mine))
@@ -176,6 +186,13 @@ class _Shards:
         found = rows.new_empty(most, *rows.shape[1:])
         dist.reduce_scatter_tensor(found, padded, group=self.group)
         return found[: self.rows.stop - self.rows.start]
+
+
+def gather_ragged(rows: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
+    """The rows of all processes, each of which may have any number of them."""
+    counts = torch.empty(dist.get_world_size(group), dtype=torch.long, device=rows.device)
+    dist.all_gather_into_tensor(counts, torch.tensor([len(rows)], device=rows.device), group=group)
+    return _Shards(counts.tolist(), dist.get_rank(group), group).gather(rows)
 
 
 class _Gather(torch.autograd.Function):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rankgrad._checks import check_count, shape_of
 from rankgrad.losses.rank_loss import RankLoss
+from rankgrad.ops.relevance import Relevance
 
 
 class _Memory(nn.Module):
@@ -53,32 +54,46 @@ class EmbeddingMemory(_Memory):
 
     With b items in the batch and k in memory each list has b - 1 + k candidates, and a `Blackbox` ranker normalises by that
     length. The memory holds embeddings of earlier weights: the faster the model changes, the smaller `size` should be.
+
+    In `Pairs` the items b, b + 1, ... are those in memory, oldest first; a query is ranked against all of them, and those that
+    no pair names are irrelevant to it.
     """
 
-    def forward(self, embeddings: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Tensor | Relevance, *, weights: Tensor | None = None) -> Tensor:
         if self.past:
-            self_index = torch.arange(len(labels), device=labels.device)
-            lengthened = self._lengthened(embeddings, labels)
-            value: Tensor = self.loss(embeddings, labels, *lengthened, self_index=self_index, weights=weights)
+            self_index = torch.arange(len(embeddings), device=embeddings.device)
+            relevance, *references = self._lengthened(embeddings, labels)
+            value: Tensor = self.loss(embeddings, relevance, *references, self_index=self_index, weights=weights)
         else:
             value = self.loss(embeddings, labels, weights=weights)
         self.remember(embeddings, labels)
         return value
 
-    def shard_loss(self, embeddings: Tensor, labels: Tensor, rows: slice) -> Tensor:
-        """What the queries `rows` contribute to the loss of a batch, which is not remembered; see `RankLoss.shard_loss`."""
-        past = self._lengthened(embeddings, labels) if self.past else ()
-        return self.loss.shard_loss(embeddings, labels, rows, *past)
+    def remember(self, first: Tensor, second: Tensor | Relevance) -> None:
+        """Keep the embeddings of a call with what says who is relevant to them, and drop the oldest."""
+        super().remember(first, second if isinstance(second, Tensor) else second.item_rows(len(first)))
 
-    def _lengthened(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The batch followed by what is in memory."""
+    def shard_loss(self, embeddings: Tensor, labels: Tensor | Relevance, rows: slice) -> Tensor:
+        """What the queries `rows` contribute to the loss of a batch, which is not remembered; see `RankLoss.shard_loss`."""
+        relevance, *references = self._lengthened(embeddings, labels) if self.past else (labels,)
+        return self.loss.shard_loss(embeddings, relevance, rows, *references)
+
+    def _lengthened(self, embeddings: Tensor, labels: Tensor | Relevance) -> tuple[Any, ...]:
+        """Relevance, and as references the batch followed by what is in memory."""
         if embeddings.ndim == 2 and self.past[0][0].shape[1] != embeddings.shape[1]:
             held = self.past[0][0].shape[1]
             raise ValueError(
                 f"EmbeddingMemory: embeddings must have the {held} dimensions of those in memory, got {embeddings.shape[1]}"
             )
+        rows = labels if isinstance(labels, Tensor) else labels.item_rows(len(embeddings))
+        if self.past[0][1].shape[1:] != rows.shape[1:]:
+            raise ValueError(
+                f"EmbeddingMemory: labels must be of the kind that those in memory are, got {type(labels).__name__}; "
+                "call reset() before another kind"
+            )
         ref_emb = torch.cat((embeddings, *(e.to(embeddings) for e, _ in self.past)))
-        return ref_emb, torch.cat((labels, *(past.to(labels) for _, past in self.past)))
+        ref_rows = torch.cat((rows, *(past.to(rows) for _, past in self.past)))
+        return (labels, ref_emb, ref_rows) if isinstance(labels, Tensor) else (labels.with_references(ref_rows), ref_emb)
 
 
 class ScoreMemory(_Memory):

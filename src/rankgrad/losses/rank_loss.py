@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rankgrad._checks import check_batch, check_choice, check_scores
+from rankgrad._checks import check_batch, check_choice, check_references, check_scores
 from rankgrad.losses.temperature import Temperature
 from rankgrad.ops.autograd import Objective
 from rankgrad.ops.cuda_graphs import GraphCache
@@ -23,7 +23,7 @@ from rankgrad.ops.functional import (
     score_losses,
 )
 from rankgrad.ops.rankers import Ranker
-from rankgrad.ops.relevance import Labels, Mask
+from rankgrad.ops.relevance import Labels, Mask, Relevance, RelevanceInput
 
 
 class RankLoss(nn.Module):
@@ -32,6 +32,7 @@ class RankLoss(nn.Module):
         loss = RankLoss(Sigmoid(0.01), AveragePrecision())
         loss(embeddings, labels)                          every item is a query against the rest of the batch
         loss(embeddings, labels, ref_emb, ref_labels)     queries against references
+        loss(embeddings, relevance=Pairs(query, item))    relevance that is not one label per item
         loss.from_scores(scores, relevance)               lists of ready scores
 
     Labels come in any order with any number of items per class; a candidate is relevant if it has the query's label. Nothing
@@ -128,26 +129,33 @@ class RankLoss(nn.Module):
     def forward(
         self,
         embeddings: Tensor,
-        labels: Tensor,
+        labels: Tensor | Relevance | None = None,
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
         *,
+        relevance: Relevance | None = None,
         self_index: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """Loss of embeddings [Q, d] with labels [Q], ranked against themselves or against references [C, d].
+        """Loss of embeddings [Q, d] ranked against themselves or against references [C, d].
 
-        `self_index` [Q] is the position of each query among the references, -1 where it is not among them; a query is never
-        its own candidate. Without references query i is candidate i. `weights` [Q] of at least 0 weigh queries in the mean.
+        Args:
+            embeddings: [Q, d] of the queries.
+            labels: [Q] integers; a candidate is relevant if it has the query's label. A `relevance` works in this place too.
+            ref_emb: [C, d] of the candidates. Without it query i is candidate i.
+            ref_labels: [C] their labels.
+            relevance: `Pairs` in place of labels.
+            self_index: [Q] position of each query among the references, -1 where it is not among them; a query is never its
+                own candidate.
+            weights: [Q] of at least 0, weigh the queries in the mean.
         """
-        check_batch(embeddings, labels, ref_emb, ref_labels, self_index, weights, validate=self.validate, caller=self.name)
-        relevance = self.relevance(labels, ref_labels, self_index)
-        return self.of_embeddings(embeddings, ref_emb, relevance, weights=weights)
+        given = self.checked_relevance(embeddings, labels, ref_emb, ref_labels, self_index, weights, relevance)
+        return self.of_embeddings(embeddings, ref_emb, given, weights=weights)
 
     def shard_loss(
         self,
         embeddings: Tensor,
-        labels: Tensor,
+        labels: Tensor | Relevance,
         rows: slice,
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
@@ -155,16 +163,44 @@ class RankLoss(nn.Module):
         weights: Tensor | None = None,
     ) -> Tensor:
         """What the queries `rows` add to the loss of a batch, which its shards sum up to. References begin with the batch."""
-        check_batch(embeddings, labels, ref_emb, ref_labels, None, weights, validate=self.validate, caller=self.name)
-        self_index = None if ref_labels is None else torch.arange(len(labels), device=labels.device)
-        relevance = self.relevance(labels, ref_labels, self_index)
-        return self.of_embeddings(embeddings, ref_emb, relevance, weights=weights, shard=rows)
+        self_index = None if ref_emb is None else torch.arange(len(embeddings), device=embeddings.device)
+        given = self.checked_relevance(embeddings, labels, ref_emb, ref_labels, self_index, weights)
+        return self.of_embeddings(embeddings, ref_emb, given, weights=weights, shard=rows)
+
+    def checked_relevance(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | Relevance | None,
+        ref_emb: Tensor | None,
+        ref_labels: Tensor | None,
+        self_index: Tensor | None,
+        weights: Tensor | None,
+        relevance: Relevance | None = None,
+    ) -> RelevanceInput:
+        """Who is relevant to whom, after all arguments of a call have been checked."""
+        if (labels is None) == (relevance is None):
+            came = "neither" if labels is None else "both"
+            raise TypeError(f"{self.name}: give either labels or relevance, got {came}")
+        if isinstance(labels, Relevance):
+            relevance = labels
+        if relevance is None:
+            check_batch(embeddings, labels, ref_emb, ref_labels, self_index, weights, validate=self.validate, caller=self.name)
+            assert isinstance(labels, Tensor)
+            return self.relevance(labels, ref_labels, self_index)
+        if not isinstance(relevance, Relevance):
+            raise TypeError(f"{self.name}: relevance must be Pairs, got {type(relevance).__name__}")
+        check_references(embeddings, ref_emb, self_index, weights, validate=self.validate, caller=self.name)
+        for name, value in (("ref_labels", ref_labels), ("ignore_label", self.ignore_label)):
+            if value is not None:
+                raise ValueError(f"{self.name}: {name} goes with labels, and {type(relevance).__name__} has none: omit it")
+        candidates = None if ref_emb is None else len(ref_emb)
+        return relevance.of_batch(len(embeddings), candidates, self_index, rank_self=self.rank_self, caller=self.name)
 
     def relevance(self, labels: Tensor, ref_labels: Tensor | None = None, self_index: Tensor | None = None) -> Labels:
         """Who is relevant to whom by labels, with the settings of this loss."""
         return Labels.of(labels, ref_labels, self_index, rank_self=self.rank_self, ignore_label=self.ignore_label)
 
-    def of_embeddings(self, queries: Tensor, candidates: Tensor | None, relevance: Labels, **options: Any) -> Tensor:
+    def of_embeddings(self, queries: Tensor, candidates: Tensor | None, relevance: RelevanceInput, **options: Any) -> Tensor:
         """`embedding_losses` with the settings of this loss."""
         scale, config = self.temperature.score_scale(self.ranker), self.config
         output = embedding_losses(

@@ -9,7 +9,7 @@ from rankgrad._checks import check_embeddings, check_labels
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.recall import RecallAtK, RecallAtKLoss
 from rankgrad.ops.functional import Mixture
-from rankgrad.ops.relevance import Labels
+from rankgrad.ops.relevance import Labels, Relevance
 
 PAPER_KS = (1, 2, 4, 8, 16)
 PAPER_KS_WITH_SIMIX = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
@@ -48,7 +48,7 @@ class SiMix(nn.Module):
         """See `RankLoss.clear_graphs`."""
         self.loss.clear_graphs()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Tensor | Relevance) -> Tensor:
         mixture, relevance = self._mixed(embeddings, labels, None)
         return self.loss.of_embeddings(embeddings, None, relevance, mixture=mixture)
 
@@ -65,14 +65,23 @@ class SiMix(nn.Module):
         """The alpha of every virtual example of a batch, in the precision of scores of `like`, on its device."""
         return self._draw(len(same_class_pairs(self.loss.relevance(labels).labels)[0]), like)
 
+    @staticmethod
+    def class_labels(labels: Tensor | Relevance) -> Tensor:
+        """The labels, if they are classes."""
+        if isinstance(labels, Relevance):
+            came = type(labels).__name__
+            raise TypeError(f"SiMix: virtual examples lie between items of one class, so labels must be classes, got {came}")
+        return labels
+
     def _draw(self, pairs: int, like: Tensor) -> Tensor:
         device = like.device if self.generator is None else self.generator.device
         dtype = torch.promote_types(like.dtype, torch.float32)
         return torch.rand(pairs, generator=self.generator, device=device, dtype=dtype).to(like.device)
 
-    def _mixed(self, embeddings: Tensor, labels: Tensor, alpha: Tensor | None) -> tuple[Mixture, Labels]:
+    def _mixed(self, embeddings: Tensor, labels: Tensor | Relevance, alpha: Tensor | None) -> tuple[Mixture, Labels]:
         """How originals and virtual examples are mixed from the originals, and the labels of both."""
         check_embeddings(embeddings, name="embeddings", caller="SiMix")
+        labels = self.class_labels(labels)
         check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller="SiMix")
         labels = self.loss.relevance(labels).labels
         first, second = (pair.to(embeddings.device) for pair in same_class_pairs(labels))

@@ -22,7 +22,7 @@ from rankgrad.ops import reference
 from rankgrad.ops.autograd import Objective, RankCall, RankOps, ScoreSource, normalize_rows, rank_losses, reduced
 from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
 from rankgrad.ops.rankers import Exact, Ranker
-from rankgrad.ops.relevance import IntervalRelevance, Labels, Mask, RelevanceInput
+from rankgrad.ops.relevance import EngineRelevance, Labels, Mask, RelevanceInput
 from rankgrad.ops.sources import (
     DenseRows,
     EmbeddingScores,
@@ -235,7 +235,8 @@ def embedding_losses(
     precision = resolve_precision(compute.precision, queries)
     like = queries if _is_wide(queries) else queries.new_empty(0, dtype=torch.float32)
     backend = resolve(compute.backend, like, ranker, caller=caller)
-    if graphs is not None and candidates is None and mixture is None and shard is None and backend == "triton":
+    capturable = relevance.capturable and candidates is None and mixture is None and shard is None
+    if graphs is not None and capturable and backend == "triton":
         captured = _replayed(queries, relevance, weights, config, precision, graphs)
         if captured is not None:
             return captured
@@ -393,7 +394,7 @@ def _mixed(rows: Tensor, mixture: Mixture) -> Tensor:
 
 
 def _tiled_source(
-    relevance: IntervalRelevance, device: torch.device, mixture: Mixture | None, candidate_mixture: Mixture | None
+    relevance: EngineRelevance, device: torch.device, mixture: Mixture | None, candidate_mixture: Mixture | None
 ) -> Callable[..., ScoreSource]:
     layout = TileLayout.of(relevance, device)
 
@@ -411,7 +412,7 @@ def _tiled_source(
 
 
 def _fused_source(
-    relevance: IntervalRelevance,
+    relevance: EngineRelevance,
     device: torch.device,
     precision: Literal["fast", "high"],
     *,
@@ -458,13 +459,13 @@ def _replayed(
         return None
     ops = _lowering(config.ranker, given_scores=False)
 
-    def build(*tensors: Tensor) -> tuple[tuple[IntervalRelevance, Queries], Tensor]:
+    def build(*tensors: Tensor) -> tuple[tuple[EngineRelevance, Queries], Tensor]:
         of_queries = None if weights is None else tensors[-1]
         built = relevance.with_tensors(*tensors).build()
         in_mean = Queries(built.num_relevant if weights is None else built.num_relevant_in_order(), of_queries)
         return (built, in_mean), built.num_relevant.amax()[None]
 
-    def loss(leaf: Tensor, relevance_and_queries: tuple[IntervalRelevance, Queries], widths: Sequence[int]) -> LossOutput:
+    def loss(leaf: Tensor, relevance_and_queries: tuple[EngineRelevance, Queries], widths: Sequence[int]) -> LossOutput:
         built, in_mean = relevance_and_queries
         normalized = config.compute.normalize
         source = _fused_source(built, leaf.device, precision, normalized=normalized, ops=ops, width=widths[0])

@@ -2,6 +2,7 @@
 
     Labels -> IntervalRelevance   a candidate is relevant if it has the query's label
     Mask   -> MaskRelevance       a matrix of relevance, bool or graded
+    Pairs  -> PairRelevance       a sparse list, see `pairs`
 
 For labels, candidates are put in an order in which each class is one interval and classes grow in size, queries in the same
 order of classes. Then the positives of a query are one interval, only the tiles near the diagonal hold any of them, and
@@ -10,9 +11,9 @@ neighbouring queries have about as many, so that padding costs little.
 Dimension letters:  Q queries   C candidates   B queries of a row block   P positives, padded
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -29,8 +30,40 @@ def rounded_width(most: int) -> int:
     return -(-most // step) * step
 
 
+def inverse_order(order: Tensor) -> Tensor:
+    """Where each item of an order went."""
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return place
+
+
+T = TypeVar("T")
+
+
+def moved_to(relevance: T, device: torch.device) -> T:
+    """A dataclass with all its tensors on a device."""
+    tensors: dict[str, Any] = {
+        f.name: value
+        for f in fields(relevance)  # type: ignore[arg-type]
+        if isinstance(value := getattr(relevance, f.name), Tensor)
+    }
+    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    return replace(relevance, **moved)  # type: ignore[type-var]
+
+
+def block_extents(num_relevant: Tensor, low: Tensor, high: Tensor, blocks: list[slice]) -> list[tuple[int, int, int]]:
+    """Most relevant items, least `low` and largest `high` of each block, from one transfer to the host."""
+    table = torch.stack((num_relevant, low, high)).cpu().numpy()
+    return [(int(table[0, c].max()), int(table[1, c].min()), int(table[2, c].max())) for c in blocks]
+
+
 class RelevanceInput(Protocol):
     """Relevance as the caller says it: raw tensors, nothing sorted."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether `build` does not synchronise, and batches have tensors of the same shapes: then CUDA graphs pay off."""
+        ...
 
     @property
     def num_queries(self) -> int: ...
@@ -64,8 +97,84 @@ class RelevanceInput(Protocol):
         """Relevance of a batch whose scores fit in one tile. Synchronises."""
         ...
 
-    def build(self) -> "IntervalRelevance":
+    def build(self) -> "EngineRelevance":
         """Relevance as the engine asks for it, sorted on the device of the tensors."""
+        ...
+
+
+@runtime_checkable
+class Relevance(Protocol):
+    """What a caller gives in place of labels."""
+
+    def of_batch(
+        self, queries: int, candidates: int | None, self_index: Tensor | None = None, *, rank_self: bool = False, caller: str
+    ) -> RelevanceInput:
+        """Checked relevance of `queries` ranked against themselves (`candidates` None) or against so many references."""
+        ...
+
+    def gathered(self, gather: Callable[[Tensor], Tensor]) -> "Relevance":
+        """The relevance of the batch that several processes hold together; `gather` joins the rows of all."""
+        ...
+
+    def item_rows(self, items: int) -> Tensor:
+        """[items, ...] what says which other items an item is relevant to, to be kept with its embedding."""
+        ...
+
+    def with_references(self, rows: Tensor) -> "Relevance":
+        """Of the same queries against references with these `item_rows`."""
+        ...
+
+
+class EngineRelevance(Protocol):
+    """Relevance of the queries and candidates of a batch, both in an order of its own choice."""
+
+    @property
+    def query_order(self) -> Tensor:
+        """[Q] to the caller's order; every other tensor but `candidate_order` is in this one."""
+        ...
+
+    @property
+    def candidate_order(self) -> Tensor: ...
+
+    @property
+    def self_column(self) -> Tensor:
+        """[Q] position of the query among the candidates, -1 where it is not among them."""
+        ...
+
+    @property
+    def num_relevant(self) -> Tensor: ...
+
+    @property
+    def list_length(self) -> Tensor: ...
+
+    @property
+    def rank_self(self) -> bool: ...
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether in a batch ranked against itself i is relevant to j if j is to i, so that a tile serves both."""
+        ...
+
+    def to(self, device: torch.device) -> Self: ...
+
+    def num_relevant_in_order(self) -> Tensor:
+        """[Q] relevant candidates of each query, in the caller's order."""
+        ...
+
+    def hide_(self, tile: Tensor, rows: slice, columns: slice, width: int) -> None:
+        """Set the relevant candidates of `rows`, at most `width`, and the queries themselves to -inf in a tile of scores."""
+        ...
+
+    def positives(self, rows: slice, width: int) -> tuple[Tensor, Tensor]:
+        """[B, width] positions of the relevant candidates of `rows`, those of equal score as they rank, and which are real."""
+        ...
+
+    def gains(self, rows: slice, width: int) -> Tensor | None:
+        """[B, width] gains of `positives`, None where relevance is binary."""
+        ...
+
+    def extents(self, blocks: list[slice]) -> list[tuple[int, int, int]]:
+        """For every block of queries the most relevant items of a query, and the interval of columns that needs `hide_`."""
         ...
 
 
@@ -77,6 +186,8 @@ class Labels:
     ref_labels: Tensor | None = None  # [C]
     self_index: Tensor | None = None  # [Q] the query among the references, -1 where it is not
     rank_self: bool = False  # the query stays in its own list as an irrelevant candidate
+
+    capturable = True
 
     @classmethod
     def of(
@@ -217,6 +328,7 @@ class TileRelevance:
     num_relevant: Tensor  # [Q]
     list_length: Tensor  # [Q]
     none_empty: bool  # every query has a positive
+    gains: Tensor | None = None  # [Q, P] of the positives, None where relevance is binary
 
 
 @dataclass(frozen=True)
@@ -232,6 +344,8 @@ class IntervalRelevance:
     num_relevant: Tensor  # [Q]
     list_length: Tensor  # [Q]
     rank_self: bool  # the query stays in its own list as an irrelevant candidate
+
+    symmetric = True
 
     @classmethod
     def build(
@@ -254,8 +368,7 @@ class IntervalRelevance:
             return first, torch.searchsorted(ascending, wanted, right=True) - first
 
         candidate_order = by_label[class_interval(ascending)[1].argsort(stable=True)]
-        column_of = torch.empty_like(candidate_order)
-        column_of[candidate_order] = torch.arange(len(ref_labels), device=labels.device)
+        column_of = inverse_order(candidate_order)
 
         first, size = class_interval(ref_labels[candidate_order])
         class_start = column_of[by_label[first]]
@@ -298,8 +411,7 @@ class IntervalRelevance:
         )
 
     def to(self, device: torch.device) -> "IntervalRelevance":
-        tensors: dict[str, Any] = {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        return moved_to(self, device)
 
     def num_relevant_in_order(self) -> Tensor:
         """[Q] relevant candidates of each query, in the caller's order."""
@@ -309,8 +421,8 @@ class IntervalRelevance:
         """[C] first and one past the last query of each candidate's class, both in class order."""
         return torch.searchsorted(self.start, self.class_start), torch.searchsorted(self.start, self.class_start, right=True)
 
-    def hide_(self, tile: Tensor, rows: slice, columns: slice) -> None:
-        """Set the relevant candidates of `rows` in a tile of scores, and the queries themselves, to -inf."""
+    def hide_(self, tile: Tensor, rows: slice, columns: slice, width: int) -> None:
+        """See `EngineRelevance`."""
         at = torch.arange(columns.start, columns.stop, device=tile.device)
         start, stop, self_column = (t[rows, None] for t in (self.start, self.stop, self.self_column))
         relevant = (at >= start) & (at < stop)
@@ -324,6 +436,10 @@ class IntervalRelevance:
         columns = columns + ((self_column >= start) & (self_column < stop) & (columns >= self_column)).long()
         return columns, step < self.num_relevant[rows, None]
 
+    def gains(self, rows: slice, width: int) -> Tensor | None:
+        """See `EngineRelevance`."""
+        return None
+
     def extents(self, blocks: list[slice]) -> list[tuple[int, int, int]]:
         """For every block of queries the most relevant items of a query, and the interval of columns that needs `hide_`."""
         empty = self.start == self.stop
@@ -333,9 +449,7 @@ class IntervalRelevance:
         # a query with neither has low -1: nothing to hide
         nowhere = low < 0
         low, high = low.masked_fill(nowhere, len(self.candidate_order)), high.masked_fill(nowhere, 0)
-        # one transfer to the host for all blocks
-        table = torch.stack((self.num_relevant, low, high)).cpu().numpy()
-        return [(int(table[0, c].max()), int(table[1, c].min()), int(table[2, c].max())) for c in blocks]
+        return block_extents(self.num_relevant, low, high, blocks)
 
 
 @dataclass(frozen=True)

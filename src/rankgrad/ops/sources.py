@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores
+from rankgrad.ops.pairs import PairRelevance
 from rankgrad.ops.rankers import Ranker
-from rankgrad.ops.relevance import IntervalRelevance, MaskRelevance, TileRelevance
+from rankgrad.ops.relevance import EngineRelevance, MaskRelevance, TileRelevance
 
 # Integers are exact in float32 up to here; longer lists get their ranks in float64.
 EXACT_FLOAT32 = 2**24
@@ -177,16 +178,24 @@ class PositiveBlock:
 class TileLayout:
     """How relevance cuts the work into tiles. Made once for forward and backward."""
 
-    relevance: IntervalRelevance
+    relevance: EngineRelevance
     row_blocks: list[slice]
     column_blocks: list[slice]
     extents: list[tuple[int, int, int]]  # per row block: most positives of a query, and the columns where `hide_` matters
     positive_blocks: list[list[PositiveBlock]]  # per row block: where the positives are, more finely
 
     @classmethod
-    def of(cls, relevance: IntervalRelevance, device: torch.device) -> "TileLayout":
+    def of(cls, relevance: EngineRelevance, device: torch.device) -> "TileLayout":
         side = tile_side(device)
         row_blocks = split(len(relevance.query_order), side)
+        column_blocks = split(len(relevance.candidate_order), side)
+        if isinstance(relevance, PairRelevance):  # positives may be anywhere: whole tiles, like those that are counted
+            extents_of_pairs = relevance.extents(row_blocks)
+            tiles = [
+                [PositiveBlock(rows, columns) for columns in column_blocks if columns.stop > first and columns.start < last]
+                for rows, (_, first, last) in zip(row_blocks, extents_of_pairs, strict=True)
+            ]
+            return cls(relevance.to(device), row_blocks, column_blocks, extents_of_pairs, tiles)
         fine = [split(rows.stop, max(side // 8, 1), rows.start) for rows in row_blocks]
         # read where the labels are: with labels on the host a GPU is not synchronised
         extents = iter(relevance.extents([*row_blocks, *(rows for of_block in fine for rows in of_block)]))
@@ -196,7 +205,6 @@ class TileLayout:
              for columns in split(last, side, first)]
             for of_block in fine
         ]  # fmt: skip
-        column_blocks = split(len(relevance.candidate_order), side)
         return cls(relevance.to(device), row_blocks, column_blocks, coarse, positive_blocks)
 
 
@@ -219,11 +227,11 @@ class EmbeddingScores(TiledSource):
             tile = queries[local] @ self.candidates.read(part.columns).t()
             here, at = _within(columns[local], valid[local], part.columns)
             scores[local] = torch.where(here, tile.gather(1, at), scores[local])
-        num_candidates = len(self.relevance.candidate_order)
+        num_candidates, gains = len(self.relevance.candidate_order), self.relevance.gains(rows, columns.shape[1])
         return PositiveScores(
             scores=scores,
             valid=valid,
-            gains=None,
+            gains=None if gains is None else gains.to(scores.dtype),
             num_relevant=self.relevance.num_relevant[rows],
             list_length=self.relevance.list_length[rows],
             rank_dtype=torch.float64 if num_candidates > EXACT_FLOAT32 else scores.dtype,
@@ -233,18 +241,25 @@ class EmbeddingScores(TiledSource):
         column_blocks = self.layout.column_blocks
         for i, rows in enumerate(self.row_blocks):
             queries = self.queries.read(rows)
-            _, first, last = self.layout.extents[i]
             for z, columns in enumerate(column_blocks):
                 if self.symmetric and z < i:
                     continue  # the transpose of a tile that was visited
                 candidates = self.candidates.read(columns)
                 scores = queries @ candidates.t()
-                if columns.start < last and columns.stop > first:
-                    self.relevance.hide_(scores, rows, columns)
+                transposed = scores.t()
+                if not self.relevance.symmetric and self.symmetric and i != z:  # hides other scores
+                    transposed = transposed.clone(memory_format=torch.contiguous_format)
+                    self._hide(transposed, z, columns, rows)
+                self._hide(scores, i, rows, columns)
                 tiles = [Tile(scores, i, i * len(column_blocks) + z)]
                 if self.symmetric and i != z:
-                    tiles.append(Tile(scores.t(), z, z * len(column_blocks) + i))
+                    tiles.append(Tile(transposed, z, z * len(column_blocks) + i))
                 yield TilePair(tiles, rows, columns, queries, candidates)
+
+    def _hide(self, scores: Tensor, block: int, rows: slice, columns: slice) -> None:
+        width, first, last = self.layout.extents[block]
+        if columns.start < last and columns.stop > first:
+            self.relevance.hide_(scores, rows, columns, width)
 
     def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
         self.queries.zero_grad()
@@ -257,6 +272,19 @@ class EmbeddingScores(TiledSource):
         self.candidates.add_grad(pair.columns, gradient.t() @ pair.queries)
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
+        if isinstance(self.relevance, PairRelevance):
+            self._add_pairs(self.relevance, d_positives)
+        else:
+            self._add_blocks(d_positives)
+        return (self.queries.base_grad(),) if self.symmetric else (self.queries.base_grad(), self.candidates.base_grad())
+
+    def _add_pairs(self, pairs: PairRelevance, d_positives: list[Tensor]) -> None:
+        everyone, everything = slice(0, len(pairs.query_order)), slice(0, len(pairs.candidate_order))
+        values = pairs.values(d_positives)
+        self.queries.add_grad(everyone, pairs.candidates_of_queries(values, self.candidates.read(everything)))
+        self.candidates.add_grad(everything, pairs.queries_of_candidates(values, self.queries.read(everyone)))
+
+    def _add_blocks(self, d_positives: list[Tensor]) -> None:
         for block, (rows, d_scores) in enumerate(zip(self.row_blocks, d_positives, strict=True)):
             columns, valid = self.relevance.positives(rows, self.layout.extents[block][0])
             queries = self.queries.read(rows)
@@ -267,7 +295,6 @@ class EmbeddingScores(TiledSource):
                 gradient.scatter_add_(1, at, torch.where(here, d_scores[local], 0))
                 candidates = self.candidates.read(part.columns)
                 self._add_grad(TilePair([], part.rows, part.columns, queries[local], candidates), [gradient])
-        return (self.queries.base_grad(),) if self.symmetric else (self.queries.base_grad(), self.candidates.base_grad())
 
 
 class OneTileScores:
@@ -288,7 +315,7 @@ class OneTileScores:
         return PositiveScores(
             scores=scores if r.valid is None else scores.masked_fill_(~r.valid, torch.inf),
             valid=r.valid,
-            gains=None,
+            gains=None if r.gains is None else r.gains.to(scores.dtype),
             num_relevant=r.num_relevant,
             list_length=r.list_length,
             rank_dtype=scores.dtype,

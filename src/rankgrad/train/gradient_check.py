@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class GradientCheck:
         *,
         embed: Callable[[slice], Tensor],
         staged: Callable[[], object],
-        labels: Tensor,
+        labels: Any,
         cuts: list[slice],
         device: torch.device,
     ) -> None:

@@ -8,7 +8,7 @@ graph, compute the loss and its gradient with respect to the embeddings on the w
 graph and backpropagate its rows of that gradient.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -29,7 +29,7 @@ from rankgrad.train.snapshot import RngSnapshot
 if TYPE_CHECKING:
     from rankgrad.train.graphed_model import GraphedModel
 
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Loss: TypeAlias = Callable[[Tensor, Any], Tensor]
 Scale: TypeAlias = float | Callable[[Tensor], Tensor]
 
 
@@ -43,7 +43,7 @@ class GatheringLoss(Protocol):
     """
 
     loss: Any
-    gathered: tuple[Tensor, Tensor] | None
+    gathered: tuple[Tensor, Any] | None
 
 
 def unwrap_loss(loss: Loss) -> Loss:
@@ -98,13 +98,13 @@ class LargeBatch:
         self._budget = ActivationBudget(keep)
         self._graphs: GraphedModel | None = None
 
-    def __call__(self, images: Any, labels: Tensor, *, scale: Scale = 1.0) -> Tensor:
+    def __call__(self, images: Any, labels: Any, *, scale: Scale = 1.0) -> Tensor:
         """Adds the gradients of the batch to `.grad` and returns the loss, detached and unscaled.
 
         Args:
             images: a tensor, or nested lists, tuples and dicts of tensors, with one row per item. They are moved to the model's
                 device chunk by chunk, so the batch itself may stay on the CPU.
-            labels: one per item.
+            labels: one per item, or what else the loss takes in their place, such as `Pairs` of rows of the batch.
             scale: factor of the loss in the backward pass, or a function such as `GradScaler.scale`.
         """
         cuts = self._cuts(images, labels)
@@ -153,7 +153,7 @@ class LargeBatch:
             graphs.release()
         return graphs is not None
 
-    def check(self, images: Any, labels: Tensor) -> CheckReport:
+    def check(self, images: Any, labels: Any) -> CheckReport:
         """Compares the gradients of this batch with those of a plain backward pass; nothing is changed.
 
         The batch must be small enough for the plain pass. With random layers, which draw anew for every chunk, the plain pass
@@ -192,7 +192,7 @@ class LargeBatch:
     def _step(
         self,
         images: Any,
-        labels: Tensor,
+        labels: Any,
         cuts: list[slice],
         scale: Scale,
         kept: int,
@@ -241,7 +241,7 @@ class LargeBatch:
         kept = self._budget.count(signature, chunks, self.device)
         return -self.processes.all_max(-kept) if is_sharded(self.model) else kept
 
-    def _loss_and_gradient(self, embeddings: Tensor, labels: Tensor, scale: Scale) -> Tensor:
+    def _loss_and_gradient(self, embeddings: Tensor, labels: Any, scale: Scale) -> Tensor:
         value = self.loss(embeddings, labels)
         if value.numel() != 1:
             raise ValueError(f"LargeBatch: loss must return one value for the batch, got shape {shape_of(value)}")
@@ -256,9 +256,9 @@ class LargeBatch:
             raise ValueError(f"LargeBatch: model must return embeddings [{cut.stop - cut.start}, dimensions], got {got}")
         return output
 
-    def _cuts(self, images: Any, labels: Tensor) -> list[slice]:
+    def _cuts(self, images: Any, labels: Any) -> list[slice]:
         items = num_rows(images)
-        if len(labels) != items:
+        if isinstance(labels, Sized) and len(labels) != items:
             raise ValueError(f"LargeBatch: labels must be one per image, {items}, got {len(labels)}")
         size = self.chunk_size or items
         if is_sharded(self.model):

@@ -1,6 +1,6 @@
 """Triton kernels of scores from embeddings. Same contract as the tiled path, float32 inside.
 
-    positives_kernel   scores of relevant pairs, by the same arithmetic as every other tile
+    positives_kernel   scores of relevant pairs, by the same arithmetic as every other tile: of intervals, and of lists
     count_kernel       a program owns BM queries and walks over candidates: how much lies ahead of each threshold
     backward_kernel    one tile of the gradient of scores, written in float16 for the library's matrix products
     gather_kernel      gradients of the relevant pairs, added to the products' result in the caller's row order
@@ -106,6 +106,34 @@ def _hide(b_s, b_start, b_stop, b_self, o_n, num_candidates, RANK_SELF: tl.const
 
 
 @triton.jit
+def _hide_listed(
+    b_s, columns, b_start, b_stop, b_self, n_first, o_n, num_candidates, RANK_SELF: tl.constexpr, BN: tl.constexpr
+):
+    """The same where the relevant candidates of a row are columns[start:stop], ascending: few of them are in a tile."""
+    # a binary search for the first that is not before the tile
+    b_at = b_start
+    b_end = b_stop
+    left = tl.max(b_end - b_at, 0)
+    while left > 0:
+        b_open = b_at < b_end
+        b_middle = (b_at + b_end) // 2
+        b_before = b_open & (tl.load(columns + b_middle, mask=b_open, other=0) < n_first)
+        b_at = tl.where(b_before, b_middle + 1, b_at)
+        b_end = tl.where(b_open & (b_before == 0), b_middle, b_end)
+        left = left // 2
+    b_column = tl.load(columns + b_at, mask=b_at < b_stop, other=2147483647)
+    here = tl.min(b_column, 0) < n_first + BN
+    while here:
+        b_s = tl.where(o_n[None, :] == b_column[:, None], float("-inf"), b_s)
+        b_at += (b_column < n_first + BN).to(tl.int32)
+        b_column = tl.load(columns + b_at, mask=b_at < b_stop, other=2147483647)
+        here = tl.min(b_column, 0) < n_first + BN
+    if RANK_SELF == 0:
+        b_s = tl.where(o_n[None, :] == b_self[:, None], float("-inf"), b_s)
+    return tl.where(o_n[None, :] >= num_candidates, float("-inf"), b_s)
+
+
+@triton.jit
 def _hidden_columns(b_start, b_stop, b_self):
     """First and one past the last column that `_hide` may touch for these rows."""
     b_any = b_stop > b_start
@@ -145,11 +173,32 @@ def positives_kernel(
 
 
 @triton.jit
+def listed_positives_kernel(
+    queries, candidates, row_bias, column_bias, alpha, positives, out, first_row, num_rows, P,
+    SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The same for positives [rows, P] anywhere: BN / BM of each row are the columns of a tile, whose diagonals are wanted."""
+    o_r = tl.program_id(0) * BM + tl.arange(0, BM)
+    o_m = first_row + o_r
+    o_n = tl.arange(0, BN)
+    o_owner = tl.program_id(0) * BM + o_n % BM  # row whose positive the column is
+    for first in range(0, P, BN // BM):
+        o_which = first + o_n // BM
+        p_column = positives + o_owner.to(tl.int64) * P + o_which
+        b_column = tl.load(p_column, mask=(o_owner < num_rows) & (o_which < P), other=0)
+        b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, b_column, SPLIT, D, BM, BN, BK)
+        for part in range(BN // BM):
+            o_p = tl.full([BM], first + part, tl.int64)
+            b_t = tl.sum(tl.where(o_n[None, :] == (part * BM + tl.arange(0, BM))[:, None], b_s, 0.0), 1)
+            tl.store(out + o_p * num_rows + o_r, b_t, mask=(o_r < num_rows) & (o_p < P))
+
+
+@triton.jit
 def count_kernel(
-    queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant,
+    queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
     thresholds, counts, slopes, centres, first_row, num_rows, num_candidates, P, tiles_per_split,
     MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
-    RANK_SELF: tl.constexpr, ASM: tl.constexpr,
+    LISTED: tl.constexpr, RANK_SELF: tl.constexpr, ASM: tl.constexpr,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """counts[split, p, r], and slopes (SIGMOID, BOUND): the candidates of a split ahead of the p-th threshold of query r."""
@@ -167,7 +216,9 @@ def count_kernel(
     for i_n in range(i_split * tiles_per_split, i_stop):
         o_n = i_n * BN + tl.arange(0, BN)
         b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
-        if ((i_n * BN < last) & ((i_n + 1) * BN > first)) | ((i_n + 1) * BN > num_candidates):
+        if LISTED:
+            b_s = _hide_listed(b_s, columns, b_start, b_stop, b_self, i_n * BN, o_n, num_candidates, RANK_SELF, BN)
+        elif ((i_n * BN < last) & ((i_n + 1) * BN > first)) | ((i_n + 1) * BN > num_candidates):
             b_s = _hide(b_s, b_start, b_stop, b_self, o_n, num_candidates, RANK_SELF)
         count_tile(
             b_s, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
@@ -177,12 +228,12 @@ def count_kernel(
 
 @triton.jit
 def backward_kernel(
-    queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant,
+    queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
     row_t, row_w, row_extra, row_reached, column_t, column_w, column_extra, column_reached, high, low,
     first_row, num_rows, pass_row, pass_rows, first_column, num_columns, from_column, last_written,
     num_candidates, row_width, row_p, column_p,
     MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
-    SYMMETRIC: tl.constexpr, RANK_SELF: tl.constexpr, ASM: tl.constexpr,
+    SYMMETRIC: tl.constexpr, LISTED: tl.constexpr, RANK_SELF: tl.constexpr, ASM: tl.constexpr,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Rows pass_row.. of the group of queries that begins at first_row, columns of the group that begins at first_column.
@@ -209,7 +260,9 @@ def backward_kernel(
     b_self = tl.load(self_index + o_m, mask=m_m, other=-1)
     first, last = _hidden_columns(b_start, b_stop, b_self)
     b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
-    if ((n_first < last) & (n_first + BN > first)) | (n_first + BN > num_candidates):
+    if LISTED:
+        b_s = _hide_listed(b_s, columns, b_start, b_stop, b_self, n_first, o_n, num_candidates, RANK_SELF, BN)
+    elif ((n_first < last) & (n_first + BN > first)) | (n_first + BN > num_candidates):
         b_s = _hide(b_s, b_start, b_stop, b_self, o_n, num_candidates, RANK_SELF)
     b_g = tl.zeros([BM, BN], tl.float32)
     b_g = backward_tile(

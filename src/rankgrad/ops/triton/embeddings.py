@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rankgrad.ops import relevance as relevance_module
 from rankgrad.ops.autograd import SMALLEST_LENGTH, PositiveScores, first_derivative_only
-from rankgrad.ops.relevance import IntervalRelevance, rounded_width
+from rankgrad.ops.pairs import PairRelevance
+from rankgrad.ops.relevance import EngineRelevance, IntervalRelevance, rounded_width
 from rankgrad.ops.triton.embedding_kernels import (
     BACKWARD_TILES,
     COUNT_TILES,
@@ -26,6 +27,7 @@ from rankgrad.ops.triton.embedding_kernels import (
     backward_kernel,
     count_kernel,
     gather_kernel,
+    listed_positives_kernel,
     normalize_bwd_kernel,
     normalize_kernel,
     operand_kernel,
@@ -140,12 +142,12 @@ def operand_scale(base: Tensor, normalized: bool) -> Tensor:
 class QueryGroups:
     """Queries in groups of whole tiles with about as many positives."""
 
-    relevance: IntervalRelevance
+    relevance: EngineRelevance
     groups: list[slice]
     widths: list[int]
 
     @classmethod
-    def of(cls, relevance: IntervalRelevance, device: torch.device) -> "QueryGroups":
+    def of(cls, relevance: EngineRelevance, device: torch.device) -> "QueryGroups":
         queries = len(relevance.query_order)
         short = -queries % TILE
         per_tile = torch.nn.functional.pad(relevance.num_relevant, (0, short)).view(-1, TILE).amax(dim=1).tolist()
@@ -164,11 +166,17 @@ class QueryGroups:
         return cls(relevance.to(device), groups, widths)
 
     @cached_property
-    def intervals(self) -> dict[str, Tensor]:
-        """[Q] int32 each, as the kernels read them."""
+    def lists(self) -> dict[str, Tensor]:
+        """Int32 as the kernels read them: [Q] each, and for listed pairs `columns`, which start and stop are then places of."""
         r = self.relevance
-        stacked = torch.stack((r.start, r.stop, r.self_column, r.num_relevant)).int()
-        return dict(zip(("start", "stop", "self_index", "num_relevant"), stacked, strict=True))
+        if isinstance(r, PairRelevance):
+            start, stop, columns = r.edges[:-1], r.edges[1:], r.ascending_columns().int()
+        else:
+            assert isinstance(r, IntervalRelevance)
+            start, stop, columns = r.start, r.stop, None
+        stacked = torch.stack((start, stop, r.self_column, r.num_relevant)).int()
+        named = dict(zip(("start", "stop", "self_index", "num_relevant"), stacked, strict=True))
+        return {**named, "columns": stacked if columns is None or not len(columns) else columns}
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -176,7 +184,7 @@ class QueryGroups:
         parts, begin = [], 0
         for group, width in zip(self.groups, self.widths, strict=True):
             rows = group.stop - group.start
-            parts.append(torch.arange(rows, device=self.relevance.start.device) * width + begin)
+            parts.append(torch.arange(rows, device=self.relevance.query_order.device) * width + begin)
             begin += rows * width
         return torch.cat(parts)
 
@@ -201,8 +209,10 @@ class FusedEmbeddingScores:
         self.layout, self.precision, self.threshold_scale = layout, precision, threshold_scale
         self.relevance = relevance = layout.relevance
         self.row_blocks, self.query_order = layout.groups, relevance.query_order
-        self.symmetric = candidates is None
-        self.bases: tuple[Tensor, ...] = (queries,) if candidates is None else (queries, candidates)
+        self.one_base, self.symmetric = candidates is None, candidates is None and relevance.symmetric
+        self.bases: tuple[Tensor, ...] = (
+            (queries,) if self.symmetric else (queries, queries if candidates is None else candidates)
+        )
         others = queries if candidates is None else candidates
         mean = others.mean(dim=0) if precision == "fast" else others[0]
         self.queries = Operands.of(queries, relevance.query_order, mean, operand_scale(queries, normalized), precision)
@@ -220,24 +230,24 @@ class FusedEmbeddingScores:
         rows, width = self.row_blocks[block], self.layout.widths[block]
         count = rows.stop - rows.start
         scores = torch.full((width, count), torch.inf, device=self.query_order.device)
-        if width:
-            positives_kernel[(triton.cdiv(count, TILE),)](
-                **self._operands(self.threshold_scale),
-                **self.layout.intervals,
-                out=scores,
-                first_row=rows.start,
-                num_rows=count,
-                P=width,
-                **self._shape,
-                **self._tile(COUNT_TILES, SPLIT_COUNT_TILES, width),
-            )
         num_relevant = self.relevance.num_relevant[rows]
+        valid = torch.arange(width, device=self.query_order.device) < num_relevant[:, None]
+        common: dict[str, Any] = {"out": scores, "first_row": rows.start, "num_rows": count, "P": width, **self._shape}
+        common |= {**self._operands(self.threshold_scale), **self._tile(COUNT_TILES, SPLIT_COUNT_TILES, width)}
+        if width and isinstance(self.relevance, PairRelevance):
+            listed, _ = self.relevance.positives(rows, width)
+            listed_positives_kernel[(triton.cdiv(count, TILE),)](positives=listed.int().contiguous(), **common)
+            scores.masked_fill_(~valid.t(), torch.inf)
+        elif width:
+            lists = {name: self.layout.lists[name] for name in ("start", "stop", "self_index", "num_relevant")}
+            positives_kernel[(triton.cdiv(count, TILE),)](**lists, **common)
+        gains = self.relevance.gains(rows, width)
         plain = scores if self.threshold_scale == 1 else scores / self.threshold_scale
         return PositiveScores(
             scores=plain.t().contiguous(),  # objectives work on rows
             columns=scores,
-            valid=torch.arange(width, device=self.query_order.device) < num_relevant[:, None],
-            gains=None,
+            valid=valid,
+            gains=None if gains is None else gains.float(),
             num_relevant=num_relevant,
             list_length=self.relevance.list_length[rows],
             rank_dtype=torch.float32,
@@ -268,7 +278,8 @@ class FusedEmbeddingScores:
 
     @property
     def _constants(self) -> dict[str, Any]:
-        return {"RANK_SELF": self.relevance.rank_self, "ASM": self.asm, **self._shape}
+        listed = isinstance(self.relevance, PairRelevance)
+        return {"LISTED": listed, "RANK_SELF": self.relevance.rank_self, "ASM": self.asm, **self._shape}
 
     def count(self, ops: Lowering[Any], thresholds: list[Any], seed: int) -> list[Tensor]:
         self.kept = []
@@ -290,7 +301,7 @@ class FusedEmbeddingScores:
         if width:
             count_kernel[(row_tiles, splits)](
                 **self._operands(ops.score_scale),
-                **self.layout.intervals,
+                **self.layout.lists,
                 thresholds=args.thresholds,
                 counts=sums[0],
                 slopes=sums[-1],
@@ -350,7 +361,7 @@ class FusedEmbeddingScores:
                 tiles = triton.cdiv(written - start, tile["BN"]) * triton.cdiv(end - begin, TILE)
                 backward_kernel[(tiles,)](
                     **self._operands(ops.score_scale),
-                    **self.layout.intervals,
+                    **self.layout.lists,
                     **row_args.kernel_args("row"),
                     **column_args.kernel_args("column"),
                     high=buffers[0],
@@ -385,15 +396,30 @@ class FusedEmbeddingScores:
             _add_products(self.products[1], [g.t() for g in gradient], queries[begin:end])
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
+        r, lists = self.relevance, self.layout.lists
+        if isinstance(r, PairRelevance):
+            return self._pair_grads(r, r.values(d_positives))
+        assert isinstance(r, IntervalRelevance)
         flat = torch.cat([d.contiguous().view(-1) for d in d_positives])
-        r, intervals = self.relevance, self.layout.intervals
-        partners = {"first_partner": intervals["start"], "last_partner": intervals["stop"]}
+        partners = {"first_partner": lists["start"], "last_partner": lists["stop"]}
         if self.symmetric:
             return (self._gather(2, 0, self.bases[0], r.query_order, flat, partners, r.query_order),)
         d_queries = self._gather(0, 0, self.bases[1], r.candidate_order, flat, partners, r.query_order)
         first, last = r.query_intervals()
         partners = {"first_partner": first.int(), "last_partner": last.int()}
         return d_queries, self._gather(1, 1, self.bases[0], r.query_order, flat, partners, r.candidate_order)
+
+    def _pair_grads(self, pairs: PairRelevance, values: Tensor) -> tuple[Tensor, ...]:
+        sums = (
+            pairs.candidates_of_queries(values, self.bases[1][pairs.candidate_order]),
+            pairs.queries_of_candidates(values, self.bases[0][pairs.query_order]),
+        )
+        orders, others = (pairs.query_order, pairs.candidate_order), (self.candidates, self.queries)
+        grads = []
+        for found, product, order, other in zip(sums, self.products, orders, others, strict=True):
+            found.addcmul_(product[: len(found)], 1 / (self.gradient_scale * other.scale))
+            grads.append(torch.empty_like(found).index_copy_(0, order, found))
+        return (grads[0].add_(grads[1]),) if self.one_base else tuple(grads)
 
     def _gather(
         self,
@@ -414,8 +440,8 @@ class FusedEmbeddingScores:
             partner_order=partner_order,
             d_positives=flat,
             offset=self.layout.offsets,
-            start=self.layout.intervals["start"],
-            self_index=self.layout.intervals["self_index"],
+            start=self.layout.lists["start"],
+            self_index=self.layout.lists["self_index"],
             **intervals,
             product=self.products[index],
             product_scale=1 / (self.gradient_scale * other.scale),
