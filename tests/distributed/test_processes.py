@@ -57,9 +57,10 @@ def test_the_table_has_every_preset_way_and_batch(found):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_loss_and_every_gradient_are_those_of_one_process(found, count):
-    for name, expected in found[1]["table"].items():
-        came = found[count]["table"][name]
+@pytest.mark.parametrize("table", ["table", "sparse"])
+def test_loss_and_every_gradient_are_those_of_one_process(found, table, count):
+    for name, expected in found[1][table].items():
+        came = found[count][table][name]
         assert came.keys() == expected.keys()
         worst = max(difference(came[key], expected[key]) for key in expected)
         assert worst <= TOLERANCE, f"{name}: {worst}"

@@ -112,7 +112,34 @@ def ways(preset: str, around: str, batch: str) -> Iterator[str]:
         yield list(WAYS)[(list(PRESETS).index(preset) + list(AROUND).index(around) + list(BATCHES).index(batch)) % len(WAYS)]
 
 
-def gradients(loss: Any, batch: str, way: str, processes: Processes) -> dict[str, Tensor]:
+def some_pairs(labels: Tensor, processes: Processes) -> rg.Pairs:
+    """Pairs of the whole batch, not symmetric and with gains; each is given by one process, whichever."""
+    row = torch.arange(len(labels))
+    related = (labels[:, None] == labels) & ((row[:, None] + 2 * row) % 3 > 0) & (row[:, None] != row)
+    query, item = related.nonzero(as_tuple=True)
+    mine = torch.arange(len(query)) % processes.size == processes.rank
+    return rg.Pairs(query[mine], item[mine], 1.0 + (query + item)[mine] % 2)
+
+
+def sparse(processes: Processes) -> dict[str, dict[str, Tensor]]:
+    """Gradients where relevance is a list of pairs."""
+    found = {}
+    for way in ("ddp in chunks", "sums"):
+        for name in ("alone", "memory"):
+            loss = rg.RankLoss(rg.Sigmoid(0.05), rg.NDCG())
+            found[f"{name} / {way}"] = gradients(
+                AROUND[name](loss), "no positives", way, processes, lambda labels, own: some_pairs(labels, processes)
+            )
+    return found
+
+
+def gradients(
+    loss: Any,
+    batch: str,
+    way: str,
+    processes: Processes,
+    share: Callable[[Tensor, slice], Any] = lambda labels, own: labels[own],
+) -> dict[str, Tensor]:
     """Two steps without an optimizer, so that a memory has something to remember; the gradients of the last."""
     parallel, chunk, keep = WAYS[way]
     model, groups = network(), []
@@ -125,7 +152,7 @@ def gradients(loss: Any, batch: str, way: str, processes: Processes) -> dict[str
         own = processes.shard(len(labels))
         model.zero_grad(set_to_none=True)
         loss.zero_grad(set_to_none=True)
-        value = step(images[own], labels[own])
+        value = step(images[own], share(labels, own))
     named = (*model.named_parameters(), *loss.named_parameters(prefix="loss"))
     found = {name.removeprefix("module."): p.grad for name, p in named}
     if parallel is None and processes.size > 1:
@@ -377,6 +404,7 @@ def equivalences(processes: Processes, folder: Path) -> dict[str, Equivalence]:
 def everything(processes: Processes, folder: Path, stopped: Path | None = None) -> dict[str, Any]:
     found = {
         "table": table(processes),
+        "sparse": sparse(processes),
         "evaluations": evaluations(processes),
         "runs": runs(folder, processes, stopped),
         "exchanges": exchanges(processes) if processes.size > 1 else {},

