@@ -173,6 +173,26 @@ def test_the_catalogue_loads_no_torchvision():
 def test_unverified_settings_say_so():
     for name, recipe in RECIPES.items():
         assert ("-rambo-log" in name) == any("unverified" in note for note in recipe.notes), name
+        recalled = {setting for setting in recipe.settings() if recipe.source_of(setting) == "recalled"}
+        assert ("-rambo-log" in name) == bool(recalled), name
+
+
+def test_rows_of_papers_say_where_each_setting_is_from():
+    for name, recipe in RECIPES.items():
+        names = [setting for _, settings in recipe.sources for setting in settings]
+        assert len(set(names)) == len(names), name
+        assert set(names) <= set(recipe.settings()), name
+        is_row = isinstance(recipe, RetrievalRecipe) and bool(recipe.published)
+        assert not is_row or recipe.source_of("loss") in ("paper", "code"), name
+        assert not is_row or recipe.source_of("lr") != "ours", name
+    assert find("cub-rambo-loglog").source_of("lam") == "recalled"
+    assert find("cub-rambo-loglog").source_of("batch_norm") == "ours"
+    assert find("cars-recall-at-k").source_of("milestones") == "code"
+    assert find("own-images").source_of("lr") is None
+    shown = describe_recipe(find("cub-rambo-loglog"))
+    assert re.search(r"^  setting +value +from +meaning$", shown, re.MULTILINE)
+    assert re.search(r"^  lam +0\.2 +recalled ", shown, re.MULTILINE)
+    assert not re.search(r"^  setting .* from ", describe_recipe(find("own-images")), re.MULTILINE)
 
 
 def test_published_means_are_those_of_their_cells():

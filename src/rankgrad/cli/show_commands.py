@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankgrad._files import replace_file
-from rankgrad._messages import did_you_mean, format_duration, printable, table, terminal_width
+from rankgrad._messages import did_you_mean, drop_empty_columns, format_duration, printable, table, terminal_width
 from rankgrad.cli.parser import Parser, in_flags
 from rankgrad.runs.task import RETRIEVAL
 
@@ -69,9 +69,11 @@ def describe_recipe(recipe: "Recipe") -> str:
 
     known = settings_of(type(recipe))
     settings = [
-        (name, format_value(getattr(recipe, name)) or "-", in_flags(entry.description, known)) for name, entry in known.items()
+        [name, format_value(getattr(recipe, name)) or "-", recipe.source_of(name) or "", in_flags(entry.description, known)]
+        for name, entry in known.items()
     ]
-    listed = table(["setting", "value", "meaning"], settings, align="lll", indent="  ", width=terminal_width())
+    header, settings = drop_empty_columns(["setting", "value", "from", "meaning"], settings)
+    listed = table(header, settings, align="l" * len(header), indent="  ", width=terminal_width())
     parts = [f"{recipe.name}: {recipe.what}", listed]
     if recipe.published:
         rows = [

@@ -5,7 +5,7 @@ The settings are those of the paper and its MATLAB code; epochs are those of the
 
 from dataclasses import replace
 
-from rankgrad.runs.recipe import VEHICLEID_SPLITS, Published
+from rankgrad.runs.recipe import VEHICLEID_SPLITS, Published, sources
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe, Sampler
 
 INSHOP_KS = (1, 10, 20, 30, 40, 50)
@@ -13,6 +13,11 @@ INSHOP_KS = (1, 10, 20, 30, 40, 50)
 STAGED = (
     "The paper computes one step of the whole batch in stages. Its code takes an Adam step after each chunk of 90 and mixes "
     "batch norm modes between the passes; here the step is one and exact, which needs frozen batch norm statistics."
+)
+SOURCES = sources(
+    paper="data_set size aspect crop flip sampler per_class batch_size batches_per_pair trunk weights dim loss bins "
+    "optimizer lr head_lr weight_decay",
+    code="pool layer_norm batch_norm chunk_size schedule epochs",
 )
 CATEGORIES_OF = {
     "sop": "66 pairs of 12 categories x 5 batches",
@@ -121,6 +126,7 @@ def _row(data: str, trunk: str, batch: int) -> RetrievalRecipe:
         weight_decay=0.0,
         schedule="constant",
         epochs=EPOCHS.get(key, 30),
+        sources=SOURCES,
     )
 
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from rankgrad.detection.detection_recipe import METRIC, Backbone, DetectionDataSet, DetectionRecipe
-from rankgrad.runs.recipe import Published, Recipe
+from rankgrad.runs.recipe import Published, Recipe, sources
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe, Weighting
 
-UNVERIFIED = (
-    "lr, weight decay, schedule, images per class, batches per pair, lam, margin and memory are recalled from the paper's "
-    "supplement and are unverified."
+SOURCES = sources(
+    paper="data_set size aspect crop flip sampler batch_size trunk weights dim loss weighting optimizer validation",
+    recalled="lr weight_decay schedule milestones gamma epochs per_class batches_per_pair lam margin memory",
 )
+UNVERIFIED = "Settings that are recalled are from the paper's supplement, which is not at hand: they are unverified."
 SELECTION = (
     "The paper reports the time-point of the highest test R@1, mean of three restarts, so validation is 'test' here; "
     "'half' chooses on training classes."
@@ -60,6 +61,7 @@ BASE = RetrievalRecipe(
     epochs=80,
     validation="test",
     evaluate_every=1,
+    sources=SOURCES,
 )
 HARD = replace(BASE, sampler="category-hard")
 OF_DATA = {

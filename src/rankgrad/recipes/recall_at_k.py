@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from rankgrad.runs.recipe import Published
+from rankgrad.runs.recipe import Published, sources
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 TABLE_2, TABLE_3 = "RS@k, Table 2", "RS@k, Table 3"
@@ -40,6 +40,19 @@ GLDV1_DATA = (
     "--data DIR holds the folders gldv1, roxford5k and rparis6k. The rule behind the paper's subset of GLDv1 is not published."
 )
 
+SOURCES = sources(
+    paper="data_set batch_size per_class sampler trunk weights pool layer_norm dim optimizer loss ks tau tau_cut "
+    "query_in_database simix validation",
+    code="size aspect crop crop_scale flip chunk_size gem_p gem_learned batch_norm pixels lr head_lr gem_lr "
+    "weight_decay decay_norms decay_gem schedule milestones gamma epochs",
+)
+# code: of Radenovic et al., to whom the paper refers
+LANDMARK_SOURCES = sources(
+    paper="data_set test_on size batch_size per_class sampler trunk pool layer_norm dim whiten loss ks tau tau_cut "
+    "query_in_database simix optimizer steps scales validation",
+    code="l2_pooled lr gem_lr decay_gem weight_decay schedule gamma batch_norm gem_p",
+)
+
 BASE = RetrievalRecipe(
     name="recall-at-k",
     batch_size=4000,
@@ -59,6 +72,7 @@ BASE = RetrievalRecipe(
     decay_gem=True,
     gamma=0.3,
     notes=(IN_DATABASE,),
+    sources=SOURCES,
 )
 RESNET: dict[str, dict[str, Any]] = {
     "inat": {"lr": 1e-4, "milestones": (40, 70), "epochs": 90},
@@ -174,6 +188,7 @@ def landmarks() -> RetrievalRecipe:
         gamma=math.exp(-0.01),
         steps=500,
         scales=(1.0, 2**0.5, 2**-0.5),
+        sources=LANDMARK_SOURCES,
         notes=(IN_DATABASE, GLDV1_SETTINGS, GLDV1_SHAPES, GLDV1_DATA),
     )
 

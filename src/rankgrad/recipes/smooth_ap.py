@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankgrad.recipes.recall_at_k import DATA, TABLE_2, landmark_numbers, landmarks, resnet, vit
-from rankgrad.runs.recipe import Published
+from rankgrad.runs.recipe import Published, sources
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 
 SELF = (
@@ -19,6 +19,11 @@ ASSUMED = "RS@k's settings with the batch of 384 that its text gives for Smooth-
 PIPELINE = (
     "Settings of the published code; its README names the batch of 384 and a factor of 1 for the embedding layer, its defaults "
     "are 112 and 5."
+)
+# the paper itself is not at hand
+ORIGINAL_SOURCES = sources(
+    code="data_set batch_size per_class sampler trunk weights pool layer_norm dim optimizer loss tau size aspect "
+    "crop crop_scale flip batch_norm lr head_lr weight_decay decay_norms schedule milestones gamma epochs",
 )
 ORIGINAL: dict[str, dict[str, Any]] = {
     "inat": {"milestones": (40, 70), "epochs": 90},
@@ -89,6 +94,7 @@ def _original(data: str) -> RetrievalRecipe:
         pool="avg",
         layer_norm=False,
         lr=1e-5,
+        sources=ORIGINAL_SOURCES,
         notes=(SELF, PIPELINE, *resnet(data).notes[1:]),
         published=Published.columns(data, ORIGINAL_ROWS[data], TABLE_2),
         **ORIGINAL[data],

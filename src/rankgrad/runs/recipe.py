@@ -16,6 +16,9 @@ from rankgrad.train.settings import Optimizer, Precision, Schedule, TrainSetting
 Group: TypeAlias = Literal["data", "images", "batches", "model", "loss", "optimisation", "evaluation", "the run"]
 """Headings of the settings, in the order in which they are listed."""
 
+Source: TypeAlias = Literal["paper", "code", "recalled", "ours"]
+"""Where a setting of a published row is from: the paper, the authors' code, memory alone (unverified), or our own choice."""
+
 # an int64: seeds, steps and sizes end up in one
 LARGEST_INTEGER = 2**63 - 1
 
@@ -217,6 +220,15 @@ class Published:
         return tuple(number for split, *pair in lists for number in cls.hits(KS[data], pair, source, split=split))
 
 
+def sources(**settings: str) -> tuple[tuple[Source, tuple[str, ...]], ...]:
+    """Names of settings by where they are from, separated by spaces: `sources(paper="loss dim", code="lr")`."""
+    known = get_args(Source)
+    for source in settings:
+        if source not in known:
+            raise ValueError(f"sources: a source must be one of {', '.join(known)}, got {source!r}")
+    return tuple((source, tuple(settings[source].split())) for source in known if source in settings)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What recipes of every task share: description, optimisation, and the checks.
@@ -228,6 +240,8 @@ class Recipe:
     what: str = ""
     published: tuple[Published, ...] = ()
     notes: tuple[str, ...] = ()
+    sources: tuple[tuple[Source, tuple[str, ...]], ...] = ()
+    """Which settings are from where; those that are not listed are ours. () for a recipe that is not a row of a paper."""
 
     data_set: str = setting("folder", "layout of the images", group="data")
     skip_bad: bool = setting(False, "skip what cannot be read, and list it, instead of stopping", group="data")
@@ -282,6 +296,12 @@ class Recipe:
 
     def check_combinations(self) -> None:
         """Refuse settings that exclude each other, beyond those of the training loop."""
+
+    def source_of(self, name: str) -> Source | None:
+        """Where a setting is from; None in a recipe that is not a row of a paper."""
+        if not self.sources:
+            return None
+        return next((source for source, names in self.sources if name in names), "ours")
 
     def settings(self) -> dict[str, Any]:
         """Every setting by name, as JSON has it."""
