@@ -71,6 +71,12 @@ def check_floating(tensor: Tensor, *, name: str, caller: str) -> None:
 
 def check_labels(labels: Any, *, items: int, of: str, name: str, caller: str) -> None:
     check_tensor(labels, name=name, caller=caller)
+    if labels.is_floating_point() and labels.ndim == 2 and labels.shape[0] == items:
+        raise TypeError(
+            f"{caller}: {name} must be one integer per row of {of}, got soft labels of shape {shape_of(labels)}. Mixup and "
+            f"CutMix make such labels, and rank losses need one class per item: switch them off (rg.SiMix mixes items of one "
+            f"class instead), or pass {name}.argmax(dim=1)"
+        )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"{caller}: {name} must be integers, got {labels.dtype}; use {name}.long() if they are whole numbers")
     if labels.ndim != 1 or labels.shape[0] != items:
@@ -97,6 +103,12 @@ def check_batch(
     """Embeddings and labels as a rank loss takes them; `validate` checks contents too, which synchronises."""
     check_embeddings(embeddings, name="embeddings", caller=caller)
     check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller=caller)
+    if isinstance(ref_emb, (tuple, list)) and len(ref_emb) in (3, 4):
+        raise TypeError(
+            f"{caller}: ref_emb, the third argument, must be a torch.Tensor, got a tuple of {len(ref_emb)} such as a miner of "
+            "pytorch-metric-learning returns. A rank loss ranks all pairs and needs no miner; to rank mined pairs only, wrap "
+            "the loss: rankgrad.integrations.pytorch_metric_learning.pml(loss)(embeddings, labels, indices_tuple)"
+        )
     if (ref_emb is None) != (ref_labels is None):
         given, missing = ("ref_emb", "ref_labels") if ref_labels is None else ("ref_labels", "ref_emb")
         raise ValueError(f"{caller}: ref_emb and ref_labels go together, got {given} and no {missing}")
@@ -141,8 +153,13 @@ def check_weights(weights: Any, *, items: int, validate: bool, caller: str) -> N
             raise ValueError(f"{caller}: weights must be at least 0, got {weights.min().item()}")
 
 
-def check_scores(scores: Any, relevance: Any, candidates: Any, weights: Any, *, validate: bool, caller: str) -> None:
-    """Scores and relevance as a rank loss takes them; `validate` checks contents too, which synchronises."""
+def check_scores(
+    scores: Any, relevance: Any, candidates: Any, weights: Any, *, lists: int | None = None, validate: bool, caller: str
+) -> None:
+    """Scores and relevance as a rank loss takes them, in one row per list or as a vector that holds `lists` of them, or one.
+
+    `validate` checks contents too, which synchronises.
+    """
     check_tensor(scores, name="scores", caller=caller)
     check_floating(scores, name="scores", caller=caller)
     if scores.ndim not in (1, 2) or not scores.numel():
@@ -150,7 +167,7 @@ def check_scores(scores: Any, relevance: Any, candidates: Any, weights: Any, *, 
             f"{caller}: scores must be [queries, candidates] or [candidates] and not empty, got {shape_of(scores)}"
         )
     if weights is not None:
-        check_weights(weights, items=len(scores) if scores.ndim == 2 else 1, validate=validate, caller=caller)
+        check_weights(weights, items=len(scores) if scores.ndim == 2 else lists or 1, validate=validate, caller=caller)
     check_tensor(relevance, name="relevance", caller=caller)
     if relevance.is_complex():
         raise TypeError(f"{caller}: relevance must be bool, integer or floating point, got {relevance.dtype}")
@@ -164,7 +181,10 @@ def check_scores(scores: Any, relevance: Any, candidates: Any, weights: Any, *, 
             got = f"{candidates.dtype} of shape {shape_of(candidates)}"
             raise ValueError(f"{caller}: candidates must be bool of shape {shape_of(scores)}, got {got}")
     if validate:
-        check_finite(scores, name="scores", caller=caller)
-        check_finite(relevance, name="relevance", caller=caller)
-        if bool((relevance < 0).any()):
-            raise ValueError(f"{caller}: relevance must be at least 0, got {relevance.min().item()}")
+        ranked = slice(None) if candidates is None else candidates
+        check_finite(scores[ranked], name="scores", caller=caller)
+        check_finite(relevance[ranked], name="relevance", caller=caller)
+        if bool((relevance[ranked] < 0).any()):
+            least = relevance[ranked].min().item()
+            hint = "; if that marks padding, pass candidates=relevance >= 0" if candidates is None else ""
+            raise ValueError(f"{caller}: relevance must be at least 0, got {least}{hint}")

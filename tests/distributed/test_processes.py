@@ -66,6 +66,13 @@ def test_loss_and_every_gradient_are_those_of_one_process(found, table, count):
         assert worst <= TOLERANCE, f"{name}: {worst}"
 
 
+@pytest.mark.parametrize("count", COUNTS)
+def test_weights_of_queries_are_those_of_one_process(found, count):
+    for name, expected in found[1]["weighted"].items():
+        for key, value in expected.items():
+            assert difference(found[count]["weighted"][name][key], value) <= TOLERANCE, f"{name}: {key}"
+
+
 def test_the_table_can_tell_losses_and_batches_apart(found):
     # so that agreement is no accident: no two cases that should differ have the same gradient
     table = found[1]["table"]
@@ -100,6 +107,9 @@ def test_what_one_process_does_wrong_all_of_them_refuse(found, count):
         assert len(said) == count
         assert set(said) == {said[0]}
         assert re.search(rf"every process must bring at least one embedding.*3 x 5.*{wrong} by rank", said[0])
+    said = found[count]["refusals"]["weights of one"]
+    assert set(said) == {said[0]}
+    assert "every process must give weights or none, got none by rank 0" in said[0]
 
 
 @pytest.mark.parametrize("count", COUNTS)

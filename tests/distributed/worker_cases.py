@@ -162,6 +162,22 @@ def gradients(
     return {"loss": value, "used": count, **{name: full_tensors(gradient).clone() for name, gradient in found.items()}}
 
 
+def weighted(processes: Processes) -> dict[str, dict[str, Tensor]]:
+    """Loss and gradient of the embeddings of all where queries have weights."""
+    found = {}
+    for around, wrap in AROUND.items():
+        points, labels = inputs("uneven", 3)
+        embeddings, weights = points[:, :DIM].clone().requires_grad_(), torch.arange(len(labels)) % 4 / 4
+        own = processes.shard(len(labels))
+        loss = rg.DistributedRankLoss(wrap(rg.RecallAtKLoss()), averaged=False)
+        value = loss(embeddings[own], labels[own], weights=weights[own])
+        value.backward()
+        if processes.size > 1:
+            dist.all_reduce(embeddings.grad)
+        found[around] = {"loss": value.detach(), "gradient": embeddings.grad}
+    return found
+
+
 def exchanges(processes: Processes) -> dict[str, int]:
     """How often DDP exchanges gradients in a step, by number of chunks."""
     found = {}
@@ -197,6 +213,12 @@ def refusals(processes: Processes) -> dict[str, list[str]]:
         except ValueError as error:
             said = str(error)
         found[name] = processes.gather(said)
+    try:
+        loss(torch.ones(3, DIM), torch.zeros(3, dtype=torch.long), weights=torch.ones(3) if last else None)
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    found["weights of one"] = processes.gather(said)
     return found
 
 
@@ -405,6 +427,7 @@ def everything(processes: Processes, folder: Path, stopped: Path | None = None) 
     found = {
         "table": table(processes),
         "sparse": sparse(processes),
+        "weighted": weighted(processes),
         "evaluations": evaluations(processes),
         "runs": runs(folder, processes, stopped),
         "exchanges": exchanges(processes) if processes.size > 1 else {},

@@ -22,6 +22,25 @@ def test_the_mean_reducer_gives_our_mean(loss):
     torch.testing.assert_close(pml(loss)(emb, LABELS), loss(emb, LABELS))
 
 
+@pytest.mark.parametrize("loss", [rg.RamboAPLoss(2.0), rg.RamboRecallLoss(), rg.SupAPLoss(0.1)], ids=["ap", "recall", "sup"])
+def test_the_mean_reducer_gives_our_gradient(loss):
+    """The perturbation of a blackbox loss must not depend on who takes the mean."""
+    gradients = []
+    for each in (loss, pml(loss)):
+        emb = embeddings().requires_grad_()
+        (2.5 * each(emb, LABELS)).backward()
+        gradients.append(emb.grad)
+    assert gradients[0].abs().max() > 1e-3
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_tuple_of_a_miner_given_to_a_rank_loss_is_explained():
+    emb = embeddings()
+    for mined in (miners.BatchHardMiner()(emb, LABELS), get_all_pairs_indices(LABELS)):
+        with pytest.raises(TypeError, match=r"a miner of pytorch-metric-learning returns.*needs no miner.*pml\(loss\)"):
+            rg.SmoothAPLoss()(emb, LABELS, mined)
+
+
 def test_references_are_ranked_for_the_queries():
     loss, emb, ref = rg.SmoothAPLoss(), embeddings(), embeddings(12, seed=1)
     ref_labels = torch.arange(12) % 3

@@ -97,6 +97,7 @@ EMBEDDINGS = {
     "labels too short": (call(X, LABELS[:4]), ValueError, "labels", "4"),
     "labels a matrix": (call(X, LABELS[:, None]), ValueError, "labels", r"\(6, 1\)|\[6, 1\]"),
     "labels float": (call(X, LABELS.float()), TypeError, "labels", "float32"),
+    "labels soft": (call(X, torch.eye(6)), TypeError, "labels", "soft .*Mixup"),
     "labels bool": (call(X, LABELS > 0), TypeError, "labels", "bool"),
     "labels a list": (call(X, LABELS.tolist()), TypeError, "labels", "list"),
     "ref_emb alone": (call(X, LABELS, X), ValueError, "ref_labels", "None|ref_emb"),

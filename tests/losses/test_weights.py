@@ -70,6 +70,22 @@ def test_shards_of_a_weighted_batch_sum_up_to_its_loss(ranker):
     torch.testing.assert_close(torch.autograd.grad(sum(parts), x)[0], whole)
 
 
+@pytest.mark.parametrize("ranker", ["sigmoid", "histogram", "upper_bound"])
+def test_a_virtual_example_has_the_mixed_weight_of_its_pair(ranker):
+    mine, theirs = RANKERS[ranker]
+    labels = MIXED.labels()
+    weights, x, y = weights_of(MIXED, len(labels)), leaf(MIXED.embeddings(len(labels))), leaf(MIXED.embeddings(len(labels)))
+    generator = torch.Generator().manual_seed(3)
+    pairs = oracle.same_class_pairs(labels)
+    alphas = torch.rand(len(pairs), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    mixed = [float(a * weights[i] + (1 - a) * weights[j]) for a, (i, j) in zip(alphas, pairs, strict=True)]
+    points, all_labels = oracle.with_virtual(y, labels, alphas)
+    lists = oracle.embedding_lists(points, all_labels, normalize=False)
+    wanted = oracle.rank_loss(lists, theirs, oracle.average_precision, weights=[*weights.tolist(), *mixed])
+    loss = rankgrad.SiMix(rankgrad.RankLoss(mine, rankgrad.AveragePrecision()), generator)
+    assert_same(loss(x, labels, weights=weights), wanted, [x], [y], torch.tensor(1.5).double())
+
+
 def test_weights_that_are_all_zero_give_an_attached_zero():
     x = leaf(MIXED.embeddings(len(MIXED.labels())))
     value = rankgrad.RamboAPLoss()(x, MIXED.labels(), weights=torch.zeros(len(x)))

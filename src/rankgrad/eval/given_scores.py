@@ -15,6 +15,7 @@ from rankgrad.eval.label_codes import encode
 from rankgrad.eval.metrics import PositiveRanks, checked_ks, metric_columns, per_query
 from rankgrad.eval.protocols import type_of
 from rankgrad.eval.result import Protocol, Result
+from rankgrad.ops.score_groups import Groups
 
 CALLER = "evaluate_scores"
 
@@ -29,7 +30,7 @@ class _ScoreLists:
     scores: Tensor  # [Q, C], or [N] one list after another
     gains: Tensor  # of the same shape
     candidates: Tensor | None  # of the same shape
-    sizes: Index | None  # [Q] lengths of lists that follow each other
+    groups: Groups | None  # of lists that follow each other
     ks: tuple[int, ...]
     neighbours: int
     labels: Index | None
@@ -37,23 +38,19 @@ class _ScoreLists:
 
     @property
     def num_queries(self) -> int:
-        return len(self.scores if self.sizes is None else self.sizes)
+        return len(self.scores if self.groups is None else self.groups)
 
     def blocks(self) -> Iterator[tuple[Index, Tensor, Tensor, Tensor]]:
         """Some queries that have a relevant candidate at a time: scores, gains and which are candidates, [B, C] each."""
-        width = int(self.scores.shape[1] if self.sizes is None else self.sizes.max())
+        width = self.scores.shape[1] if self.groups is None else self.groups.width
         step = max(SORTED_NUMBERS // max(width, 1), 1)
-        begins = None if self.sizes is None else np.cumsum(self.sizes) - self.sizes
         for start in range(0, self.num_queries, step):
             rows = slice(start, min(start + step, self.num_queries))
-            if begins is None or self.sizes is None:
+            if self.groups is None:
                 scores, gains = self.scores[rows], self.gains[rows]
                 valid = torch.ones_like(gains, dtype=torch.bool) if self.candidates is None else self.candidates[rows]
             else:
-                column = torch.arange(width)
-                valid = column < torch.from_numpy(self.sizes[rows])[:, None]
-                at = (torch.from_numpy(begins[rows])[:, None] + column).clamp(max=len(self.scores) - 1)
-                at, valid = at.to(self.scores.device), valid.to(self.scores.device)
+                at, valid = self.groups.padded(self.scores.device, rows)
                 scores, gains = self.scores[at], self.gains[at]
                 valid = valid if self.candidates is None else valid & self.candidates[at]
             gains = gains.masked_fill(~valid, 0.0)
@@ -101,7 +98,7 @@ def _checked(
     if given.ndim != wanted or not given.numel():
         shape = "[queries, candidates]" if wanted == 2 else "[items] with group_sizes"
         raise ValueError(f"{CALLER}: scores must be {shape} with at least one score, got shape {tuple(given.shape)}")
-    sizes = None if group_sizes is None else _sizes(group_sizes, len(given))
+    groups = None if group_sizes is None else Groups.of(group_sizes, len(given), CALLER)
     gains = _tensor(relevance, "relevance", given)
     mask = None if candidates is None else _tensor(candidates, "candidates", given)
     if mask is not None and mask.dtype != torch.bool:
@@ -120,12 +117,12 @@ def _checked(
         )
     if not bool(((gains > 0) & ranked).any()):
         raise ValueError(f"{CALLER}: no query has a relevant candidate: relevance is 0 everywhere")
-    queries = len(given) if sizes is None else len(sizes)
+    queries = len(given) if groups is None else len(groups)
     codes, names = None, None
     if labels is not None:
         codes, _, names = encode(labels, queries, None, 0, name="labels", caller=CALLER)
     precise = given.detach().to(torch.promote_types(given.dtype, torch.float32))
-    return _ScoreLists(precise, gains, mask, sizes, checked_ks(ks, CALLER), neighbours, codes, names)
+    return _ScoreLists(precise, gains, mask, groups, checked_ks(ks, CALLER), neighbours, codes, names)
 
 
 def _tensor(values: Any, name: str, like: Tensor | None = None) -> Tensor:
@@ -137,15 +134,6 @@ def _tensor(values: Any, name: str, like: Tensor | None = None) -> Tensor:
             )
         tensor = tensor.to(like.device)
     return tensor
-
-
-def _sizes(group_sizes: Any, items: int) -> Index:
-    array = group_sizes.detach().cpu().numpy() if isinstance(group_sizes, Tensor) else np.asarray(group_sizes)
-    if array.ndim != 1 or not len(array) or not np.issubdtype(array.dtype, np.integer) or array.min() < 1:
-        raise ValueError(f"{CALLER}: group_sizes must be positive integers, one per query")
-    if array.sum() != items:
-        raise ValueError(f"{CALLER}: group_sizes must add up to the number of scores, {items}, got a sum of {array.sum()}")
-    return array.astype(np.int64)
 
 
 def _evaluate(lists: _ScoreLists) -> Result:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankgrad._checks import check_labels, check_tensor
+from rankgrad._checks import check_labels, check_tensor, check_weights
 from rankgrad.losses.calibration import CalibratedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory
 from rankgrad.losses.rank_loss import RankLoss
@@ -93,13 +93,16 @@ class DistributedRankLoss(nn.Module):
         dist.all_reduce(total, group=self.group)
         return total / dist.get_world_size(self.group)
 
-    def forward(self, embeddings: Tensor, labels: Tensor | Relevance) -> Tensor:
-        """Loss of the batch of all processes, from the embeddings [items, dimensions] and labels of this one."""
+    def forward(self, embeddings: Tensor, labels: Tensor | Relevance, *, weights: Tensor | None = None) -> Tensor:
+        """Loss of the batch of all processes, from the embeddings [items, dimensions] and labels of this one.
+
+        `weights` [items] of at least 0 weigh its queries in the mean over all processes; all processes give them, or none does.
+        """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
-            value: Tensor = self.loss(embeddings, labels)
+            value: Tensor = self.loss(embeddings, labels, weights=weights)
             self.gathered = embeddings.detach(), labels
             return value
-        shards = _Shards.of(embeddings, labels, self.group)
+        shards = _Shards.of(embeddings, labels, weights, self.group)
         gathered: Tensor = _Gather.apply(embeddings, shards)
         # on the device of the embeddings, which is where the backend of the group can send from
         all_labels: Tensor | Relevance
@@ -107,24 +110,25 @@ class DistributedRankLoss(nn.Module):
             all_labels = shards.gather(labels.to(embeddings.device, torch.long))
         else:
             all_labels = labels.gathered(lambda rows: gather_ragged(rows.to(embeddings.device), self.group))
+        all_weights = None if weights is None else shards.gather(weights.to(embeddings.device, torch.float64))
         factor = shards.size if self.averaged else 1
-        whole: Tensor = _Sum.apply(self._shard_loss(gathered, all_labels, shards), factor, self.group)
+        whole: Tensor = _Sum.apply(self._shard_loss(gathered, all_labels, all_weights, shards), factor, self.group)
         inner = _inner(self.loss)
         if isinstance(inner, EmbeddingMemory):
             inner.remember(gathered, all_labels)
         self.gathered = gathered.detach(), all_labels
         return whole
 
-    def _shard_loss(self, gathered: Tensor, labels: Tensor | Relevance, shards: "_Shards") -> Tensor:
+    def _shard_loss(self, gathered: Tensor, labels: Tensor | Relevance, weights: Tensor | None, shards: "_Shards") -> Tensor:
         loss = _inner(self.loss)
         if isinstance(loss, SiMix):
             # all draw, so that generators which were alike stay so
             classes = loss.class_labels(labels)
             alpha = loss.draw(classes, gathered)
             dist.broadcast(alpha, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
-            value = loss.shard_loss(gathered, classes, shards.rows, alpha)
+            value = loss.shard_loss(gathered, classes, shards.rows, alpha, weights=weights)
         else:
-            value = loss.shard_loss(gathered, labels, shards.rows)
+            value = loss.shard_loss(gathered, labels, shards.rows, weights=weights)
         if isinstance(self.loss, CalibratedRankLoss):
             return self.loss.with_term(value, gathered, labels, share=1 / shards.size)
         return value
@@ -144,22 +148,29 @@ class _Shards:
         self.rows = slice(start, start + counts[rank])
 
     @classmethod
-    def of(cls, embeddings: Tensor, labels: Tensor | Relevance, group: "dist.ProcessGroup | None") -> "_Shards":
+    def of(
+        cls, embeddings: Tensor, labels: Tensor | Relevance, weights: Tensor | None, group: "dist.ProcessGroup | None"
+    ) -> "_Shards":
         """Compare the shapes of all processes; all of them raise where they do not fit, so that none hangs."""
         caller = "DistributedRankLoss"
         check_tensor(embeddings, name="embeddings", caller=caller)
         if not isinstance(labels, Relevance):
             check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller=caller)
+        if weights is not None:
+            check_weights(weights, items=len(embeddings), validate=False, caller=caller)
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        mine = torch.tensor([len(embeddings), *embeddings.shape[1:2]], device=embeddings.device)
+        mine = torch.tensor([len(embeddings), *embeddings.shape[1:2], weights is not None], device=embeddings.device)
         shapes = mine.new_empty(size * len(mine))
         dist.all_gather_into_tensor(shapes, mine, group=group)
-        counts, dimensions = shapes.view(size, -1).t().tolist()
+        counts, dimensions, weighted = shapes.view(size, -1).t().tolist()
         if min(counts) == 0 or len(set(dimensions)) > 1:
             got = ", ".join(f"{items} x {width}" for items, width in zip(counts, dimensions, strict=True))
             raise ValueError(
                 f"{caller}: every process must bring at least one embedding, all of the same dimensions, got {got} by rank"
             )
+        if len(set(weighted)) > 1:
+            without = ", ".join(str(rank) for rank, given in enumerate(weighted) if not given)
+            raise ValueError(f"{caller}: every process must give weights or none, got none by rank {without}")
         return cls(counts, rank, group)
 
     def gather(self, rows: Tensor) -> Tensor:

@@ -73,10 +73,12 @@ class EmbeddingMemory(_Memory):
         """Keep the embeddings of a call with what says who is relevant to them, and drop the oldest."""
         super().remember(first, second if isinstance(second, Tensor) else second.item_rows(len(first)))
 
-    def shard_loss(self, embeddings: Tensor, labels: Tensor | Relevance, rows: slice) -> Tensor:
+    def shard_loss(
+        self, embeddings: Tensor, labels: Tensor | Relevance, rows: slice, *, weights: Tensor | None = None
+    ) -> Tensor:
         """What the queries `rows` contribute to the loss of a batch, which is not remembered; see `RankLoss.shard_loss`."""
         relevance, *references = self._lengthened(embeddings, labels) if self.past else (labels,)
-        return self.loss.shard_loss(embeddings, relevance, rows, *references)
+        return self.loss.shard_loss(embeddings, relevance, rows, *references, weights=weights)
 
     def _lengthened(self, embeddings: Tensor, labels: Tensor | Relevance) -> tuple[Any, ...]:
         """Relevance, and as references the batch followed by what is in memory."""

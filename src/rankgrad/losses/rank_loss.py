@@ -1,13 +1,13 @@
 """The general form of every loss here, scores x ranker x objective, and the registry of named losses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from rankgrad._checks import check_batch, check_choice, check_references, check_scores
+from rankgrad._checks import check_batch, check_choice, check_references, check_scores, check_tensor, shape_of
 from rankgrad.losses.temperature import Temperature
 from rankgrad.ops.autograd import Objective
 from rankgrad.ops.cuda_graphs import GraphCache
@@ -24,6 +24,7 @@ from rankgrad.ops.functional import (
 )
 from rankgrad.ops.rankers import Ranker
 from rankgrad.ops.relevance import Labels, Mask, Relevance, RelevanceInput
+from rankgrad.ops.score_groups import Groups
 
 
 class RankLoss(nn.Module):
@@ -33,7 +34,7 @@ class RankLoss(nn.Module):
         loss(embeddings, labels)                          every item is a query against the rest of the batch
         loss(embeddings, labels, ref_emb, ref_labels)     queries against references
         loss(embeddings, relevance=Pairs(query, item))    relevance that is not one label per item
-        loss.from_scores(scores, relevance)               lists of ready scores
+        loss.from_scores(scores, relevance)               lists of ready scores, also of unequal length
 
     Labels come in any order with any number of items per class; a candidate is relevant if it has the query's label. Nothing
     of size queries x candidates is kept beyond one tile: memory is O(items x dimensions + relevant pairs).
@@ -210,18 +211,44 @@ class RankLoss(nn.Module):
         return output.loss
 
     def from_scores(
-        self, scores: Tensor, relevance: Tensor, *, candidates: Tensor | None = None, weights: Tensor | None = None
+        self,
+        scores: Tensor,
+        relevance: Tensor,
+        *,
+        candidates: Tensor | None = None,
+        group_sizes: Sequence[int] | Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Loss of ready scores [Q, n], or of one list [n], higher is nearer. The query itself must not be among them.
 
         Args:
             scores: floating point.
             relevance: of the same shape; bool, or graded with numbers of at least 0, relevant where above 0.
-            candidates: bool of the same shape, False for scores that are not ranked at all.
+            candidates: bool of the same shape, False for scores that are not ranked at all. For lists padded with relevance -1,
+                as in allRank, pass `relevance >= 0`.
+            group_sizes: [Q] lengths of lists that follow each other in `scores` [N], as in LightGBM; they add up to N.
             weights: [Q] of the lists in the mean, at least 0.
         """
-        check_scores(scores, relevance, candidates, weights, validate=self.validate, caller=f"{self.name}.from_scores")
-        if scores.ndim == 1:
+        caller, lists = f"{self.name}.from_scores", None
+        if group_sizes is not None:
+            check_tensor(scores, name="scores", caller=caller)
+            if scores.ndim != 1:
+                raise ValueError(f"{caller}: with group_sizes scores must be [items], got shape {shape_of(scores)}")
+            lists = Groups.of(group_sizes, len(scores), caller)
+        check_scores(
+            scores,
+            relevance,
+            candidates,
+            weights,
+            lists=None if lists is None else len(lists),
+            validate=self.validate,
+            caller=caller,
+        )
+        if lists is not None:
+            at, valid = lists.padded(scores.device)
+            scores, relevance = scores[at], relevance[at]
+            candidates = valid if candidates is None else valid & candidates[at]
+        elif scores.ndim == 1:
             scores, relevance = scores[None], relevance[None]
             candidates = None if candidates is None else candidates[None]
         scale = self.temperature.score_scale(self.ranker)

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from rankgrad._checks import check_embeddings, check_labels
+from rankgrad._checks import check_embeddings, check_labels, check_weights
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.recall import RecallAtK, RecallAtKLoss
 from rankgrad.ops.functional import Mixture
@@ -48,18 +48,23 @@ class SiMix(nn.Module):
         """See `RankLoss.clear_graphs`."""
         self.loss.clear_graphs()
 
-    def forward(self, embeddings: Tensor, labels: Tensor | Relevance) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Tensor | Relevance, *, weights: Tensor | None = None) -> Tensor:
+        """Loss of embeddings [N, d] with labels [N]; a virtual example has the weight alpha w_x + (1 - alpha) w_z."""
         mixture, relevance = self._mixed(embeddings, labels, None)
-        return self.loss.of_embeddings(embeddings, None, relevance, mixture=mixture)
+        mixed_weights = self._mixed_weights(weights, mixture, len(embeddings))
+        return self.loss.of_embeddings(embeddings, None, relevance, mixture=mixture, weights=mixed_weights)
 
-    def shard_loss(self, embeddings: Tensor, labels: Tensor, rows: slice, alpha: Tensor) -> Tensor:
+    def shard_loss(
+        self, embeddings: Tensor, labels: Tensor, rows: slice, alpha: Tensor, *, weights: Tensor | None = None
+    ) -> Tensor:
         """What a shard of the queries contributes to the loss of a batch, the same share as `rows` is of the originals.
 
         The shards of a batch sum up to its loss if all have the `alpha` of one `draw`.
         """
         mixture, relevance = self._mixed(embeddings, labels, alpha)
         shard = slice(*(edge * relevance.num_queries // len(labels) for edge in (rows.start, rows.stop)))
-        return self.loss.of_embeddings(embeddings, None, relevance, mixture=mixture, shard=shard)
+        mixed_weights = self._mixed_weights(weights, mixture, len(embeddings))
+        return self.loss.of_embeddings(embeddings, None, relevance, mixture=mixture, weights=mixed_weights, shard=shard)
 
     def draw(self, labels: Tensor, like: Tensor) -> Tensor:
         """The alpha of every virtual example of a batch, in the precision of scores of `like`, on its device."""
@@ -77,6 +82,14 @@ class SiMix(nn.Module):
         device = like.device if self.generator is None else self.generator.device
         dtype = torch.promote_types(like.dtype, torch.float32)
         return torch.rand(pairs, generator=self.generator, device=device, dtype=dtype).to(like.device)
+
+    def _mixed_weights(self, weights: Tensor | None, mixture: Mixture, items: int) -> Tensor | None:
+        if weights is None:
+            return None
+        check_weights(weights, items=items, validate=self.loss.validate, caller="SiMix")
+        first, second, alpha = mixture
+        weights = weights.to(alpha)
+        return torch.lerp(weights[second], weights[first], alpha)
 
     def _mixed(self, embeddings: Tensor, labels: Tensor | Relevance, alpha: Tensor | None) -> tuple[Mixture, Labels]:
         """How originals and virtual examples are mixed from the originals, and the labels of both."""
