@@ -8,6 +8,7 @@ from rankgrad.losses.average_precision import (
     AveragePrecision,
     AveragePrecisionAtR,
     FastAPLoss,
+    HierarchicalAveragePrecision,
     RamboAPLoss,
     SmoothAPLoss,
     SupAPLoss,
@@ -30,6 +31,7 @@ from rankgrad.losses.recall import (
 )
 from rankgrad.losses.simix import SiMix
 from rankgrad.ops.autograd import Ranks
+from rankgrad.ops.levels import Levels
 from rankgrad.ops.pairs import Pairs
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Sigmoid, UpperBound
 from rankgrad.train.large_batch import LargeBatch
@@ -54,8 +56,10 @@ __all__ = [
     "EmbeddingMemory",
     "Exact",
     "FastAPLoss",
+    "HierarchicalAveragePrecision",
     "Histogram",
     "LargeBatch",
+    "Levels",
     "LogLogRecall",
     "LogRecall",
     "MulticlassRankLoss",

@@ -1,8 +1,9 @@
 """Average precision: the objective, and the losses built on it. Each takes the keyword arguments of `RankLoss` too."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from rankgrad._checks import check_count, check_cut, check_not_negative
@@ -46,6 +47,25 @@ class AveragePrecisionAtR:
     def __call__(self, ranks: Ranks) -> Tensor:
         within = ranks.within(ranks.num_relevant[:, None], self.tau)
         return 1 - ranks.mean(ranks.positive_rank / ranks.rank * within)
+
+
+@dataclass(frozen=True)
+class HierarchicalAveragePrecision:
+    """1 - H-AP, average precision of graded relevance (HAPPIER, Ramzi et al., 2022).
+
+        H-AP = sum over relevant x of graded_rank(x) / rank(x), divided by the sum of their gains
+        graded_rank(x) = gain(x) + sum over relevant z ahead of x of min(gain(z), gain(x))
+
+    With gains of 1 it is `AveragePrecision`. For gains by level see `Levels`; any graded relevance works, and every ranker but
+    `Histogram`, whose bins hold items of several gains.
+    """
+
+    graded: ClassVar[bool] = True  # `Ranks.graded_rank` is computed for objectives that say so
+
+    def __call__(self, ranks: Ranks) -> Tensor:
+        assert ranks.graded_rank is not None, "the engine computes it for this objective"
+        gains = ranks.gain.sum(dim=1)
+        return 1 - ranks.total(ranks.graded_rank / ranks.rank) / torch.where(gains > 0, gains, 1)
 
 
 @preset("smooth-ap", tau="tau")

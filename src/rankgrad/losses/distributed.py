@@ -38,8 +38,8 @@ class DistributedRankLoss(nn.Module):
     process draws its own random numbers for a `Blackbox` with `margin_noise` and for random layers of the model; the virtual
     examples of `SiMix` are drawn by the first process for all. With one process, or without a process group, it is `loss`.
 
-    In place of labels each process may give `Pairs`, in rows of the whole batch: those of the first process come first. A pair
-    is given by one process, whichever.
+    In place of labels each process may give `Levels` of its items, or `Pairs` in rows of the whole batch: those of the first
+    process come first, and a pair is given by one process, whichever.
 
     After a call `gathered` holds embeddings and labels of the whole batch, `used_queries` counts all processes' queries.
 

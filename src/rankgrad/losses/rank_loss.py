@@ -145,7 +145,7 @@ class RankLoss(nn.Module):
             labels: [Q] integers; a candidate is relevant if it has the query's label. A `relevance` works in this place too.
             ref_emb: [C, d] of the candidates. Without it query i is candidate i.
             ref_labels: [C] their labels.
-            relevance: `Pairs` in place of labels.
+            relevance: `Pairs` or `Levels` in place of labels.
             self_index: [Q] position of each query among the references, -1 where it is not among them; a query is never its
                 own candidate.
             weights: [Q] of at least 0, weigh the queries in the mean.
@@ -189,11 +189,11 @@ class RankLoss(nn.Module):
             assert isinstance(labels, Tensor)
             return self.relevance(labels, ref_labels, self_index)
         if not isinstance(relevance, Relevance):
-            raise TypeError(f"{self.name}: relevance must be Pairs, got {type(relevance).__name__}")
+            raise TypeError(f"{self.name}: relevance must be Pairs or Levels, got {type(relevance).__name__}")
         check_references(embeddings, ref_emb, self_index, weights, validate=self.validate, caller=self.name)
         for name, value in (("ref_labels", ref_labels), ("ignore_label", self.ignore_label)):
             if value is not None:
-                raise ValueError(f"{self.name}: {name} goes with labels, and {type(relevance).__name__} has none: omit it")
+                raise ValueError(f"{self.name}: {name} goes with labels [Q], not with {type(relevance).__name__}: omit it")
         candidates = None if ref_emb is None else len(ref_emb)
         return relevance.of_batch(len(embeddings), candidates, self_index, rank_self=self.rank_self, caller=self.name)
 

@@ -9,7 +9,7 @@ Dimension letters:  Q queries   B queries of a row block   P positives of a quer
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, Protocol
 
@@ -39,6 +39,7 @@ class Ranks:
     gain: Tensor  # [B, E] their graded relevance, equal to the mass where relevance is binary
     ideal: Tensor  # [B, I] gains of the positives in descending order, padded with 0
     num_relevant: Tensor  # [B] relevant candidates of each query, as a float
+    graded_rank: Tensor | None = None  # [B, E] its gain, and of every positive ahead of it the smaller of the two gains
 
     @property
     def weight(self) -> Tensor:
@@ -63,9 +64,9 @@ class Ranks:
         values = vars(self)
         return Ranks(**values | {name: values[name].detach().requires_grad_() for name in fields})
 
-    def gradients(self, losses: Tensor, fields: Sequence[str] = GRAD_FIELDS) -> tuple[Tensor, ...]:
-        """D losses / d fields; a row of `losses` depends on its own row of ranks only."""
-        tensors = tuple(getattr(self, name) for name in fields)
+    def gradients(self, losses: Tensor, fields: Sequence[str] = GRAD_FIELDS, *others: Tensor) -> tuple[Tensor, ...]:
+        """D losses / d fields, and by `others`; a row of `losses` depends on its own row of ranks only."""
+        tensors = (*(getattr(self, name) for name in fields), *others)
         if not losses.requires_grad:  # an objective may ignore the ranks, or be constant
             return tuple(torch.zeros_like(t) for t in tensors)
         ones = torch.ones_like(losses)
@@ -148,6 +149,10 @@ class RankOps(Protocol):
 
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Any) -> Ranks:
         """What the counts of all tiles mean."""
+        ...
+
+    def graded_rank(self, scores: Tensor, positives: PositiveScores, positive_rank: Tensor) -> Tensor:
+        """`Ranks.graded_rank` as a function of the scores of the positives, for objectives that are `graded`."""
         ...
 
     def rank_gradient(self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Any, upstream: Upstream) -> Any:
@@ -284,6 +289,7 @@ class ForwardState:
     thresholds: list[Any]
     counts: list[Tensor]
     d_ranks: list[tuple[Tensor, ...]]
+    d_scores: list[Tensor]  # of the positives, where the objective is `graded`
 
 
 def forward_pass(call: RankCall, tensors: tuple[Tensor, ...], *, wants_gradient: bool) -> tuple[Tensor, ForwardState]:
@@ -296,19 +302,26 @@ def forward_pass(call: RankCall, tensors: tuple[Tensor, ...], *, wants_gradient:
         thresholds = [ops.thresholds(items, call.seed - 1 - block) for block, items in enumerate(positives)]
         counts = source.count(ops, thresholds, call.seed)
         losses, d_ranks = [], []
+        d_scores: list[Tensor] = []
+        graded = getattr(call.objective, "graded", False)
         for summed, items, compared in zip(counts, positives, thresholds, strict=True):
             ranks = ops.ranks(summed, items, compared)
             with torch.set_grad_enabled(wants_gradient):
                 ranks = ranks.detached(ops.grad_fields)
+                scores = [items.scores.detach().requires_grad_(wants_gradient)] if graded else []
+                if graded:
+                    ranks = replace(ranks, graded_rank=ops.graded_rank(scores[0], items, ranks.positive_rank.detach()))
                 rows = call.objective(ranks)
                 if items.valid is not None or not items.scores.shape[1]:
                     rows = torch.where(items.num_relevant > 0, rows, 0)
-                d_ranks.append(ranks.gradients(rows, ops.grad_fields) if wants_gradient else ())
+                found = ranks.gradients(rows, ops.grad_fields, *scores) if wants_gradient else ()
+                d_ranks.append(found[: len(ops.grad_fields)])
+                d_scores += found[len(ops.grad_fields) :]
             losses.append(rows.detach())
         out = losses[0] if len(losses) == 1 else torch.cat(losses)
         if source.query_order is not None:
             out = torch.empty_like(out).index_copy_(0, source.query_order, out)
-    return out, ForwardState(call, source, positives, thresholds, counts, d_ranks)
+    return out, ForwardState(call, source, positives, thresholds, counts, d_ranks, d_scores)
 
 
 def backward_pass(state: ForwardState, grad_losses: Tensor) -> tuple[Tensor, ...]:
@@ -327,6 +340,8 @@ def backward_pass(state: ForwardState, grad_losses: Tensor) -> tuple[Tensor, ...
             ops.positive_backward(d, counts, rank_grad, *block)
             for d, counts, rank_grad, block in zip(d_thresholds, state.counts, rank_grads, blocks, strict=True)
         ]
+        for i, d_scores in enumerate(state.d_scores):
+            d_positives[i] = d_positives[i] + state.positives[i].fill(d_scores * upstream[i].grad_loss, 0)
         return source.input_grads(d_positives)
 
 

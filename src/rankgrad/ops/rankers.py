@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rankgrad._checks import check_count, check_not_negative, check_positive
 from rankgrad.ops.autograd import GRAD_FIELDS, PositiveScores, Ranks, Upstream
+from rankgrad.ops.graded_ranks import exact_graded_rank, sigmoid_graded_rank
 from rankgrad.ops.thresholds import SigmoidThresholds, Thresholds
 
 # Rank at a bin centre that no candidate has reached, where mass and rank among the positives are 0.
@@ -66,6 +67,10 @@ class Ranker(ABC):
     @abstractmethod
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Any) -> Ranks:
         """What the counts of all tiles mean."""
+
+    def graded_rank(self, scores: Tensor, positives: PositiveScores, positive_rank: Tensor) -> Tensor:
+        """[B, P] `Ranks.graded_rank` as a function of the scores of the positives; without a gradient unless it has one."""
+        return exact_graded_rank(positives, positive_rank)
 
     def rank_gradient(self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Any, upstream: Upstream) -> Any:
         """From d(loss of a query) / d(grad_fields) to what `tile_backward` needs."""
@@ -139,6 +144,9 @@ class Sigmoid(Ranker):
         # an item ahead of itself counts sigmoid(0) = 1/2
         among = _joined([ahead.sum(dim=2) for _, ahead in self._among(positives, thresholds)])
         return positives.item_ranks(*positives.add_counts(counts, among + 0.5))
+
+    def graded_rank(self, scores: Tensor, positives: PositiveScores, positive_rank: Tensor) -> Tensor:
+        return sigmoid_graded_rank(scores, positives, self.tau)
 
     def _among(self, positives: PositiveScores, thresholds: SigmoidThresholds) -> Iterator[tuple[slice, Tensor]]:
         """Rows, and how far each positive of a row is ahead of each other [b, item, other], a few rows at a time."""
@@ -413,6 +421,9 @@ class Histogram(Ranker):
         # objectives divide by ranks, and at a centre that nothing has reached yet the rank is 0
         rank = (torch.cat((counts, irrelevant[:, None]), dim=1) + positive_rank).clamp_(min=SMALLEST_RANK)
         return positives.as_ranks(rank, positive_rank, mass, gain)
+
+    def graded_rank(self, scores: Tensor, positives: PositiveScores, positive_rank: Tensor) -> Tensor:
+        raise TypeError("Histogram: a bin holds items of several gains, so it has no graded rank; use another ranker")
 
     def _masses(self, positives: PositiveScores, scores: Tensor) -> tuple[Tensor, Tensor]:
         """[B, bins + 1] mass and gain of the relevant items at every centre, by their definition."""

@@ -63,12 +63,25 @@ def _ranks(y: Tensor, grades: Tensor, ranker: Ranker) -> Ranks:
         raise TypeError(f"reference: no definition of {ranker!r}")
     others = ahead * (1 - torch.eye(len(y), dtype=y.dtype, device=y.device))
     rank, positive_rank = 1 + others.sum(1), 1 + others[:, relevant].sum(1)
-    return _as_ranks(rank[relevant], positive_rank[relevant], torch.ones_like(gains), gains, gains)
+    graded_rank = gains + (others[relevant][:, relevant] * torch.minimum(gains[:, None], gains)).sum(1)
+    return _as_ranks(rank[relevant], positive_rank[relevant], torch.ones_like(gains), gains, gains, graded_rank)
 
 
-def _as_ranks(rank: Tensor, positive_rank: Tensor, mass: Tensor, gain: Tensor, gains: Tensor) -> Ranks:
+def _as_ranks(
+    rank: Tensor, positive_rank: Tensor, mass: Tensor, gain: Tensor, gains: Tensor, graded_rank: Tensor | None = None
+) -> Ranks:
     ideal = gains.sort(descending=True).values
-    return Ranks(rank[None], positive_rank[None], mass[None], gain[None], ideal[None], gains.new_tensor([len(gains)]))
+    if graded_rank is None and len(gain) == len(gains):  # of items, each with an exact rank
+        graded_rank = (torch.minimum(gains[:, None], gains) * (positive_rank <= positive_rank[:, None])).sum(1)
+    return Ranks(
+        rank[None],
+        positive_rank[None],
+        mass[None],
+        gain[None],
+        ideal[None],
+        gains.new_tensor([len(gains)]),
+        None if graded_rank is None else graded_rank[None],
+    )
 
 
 def proper_ranking(y: Tensor, relevant: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
     Labels -> IntervalRelevance   a candidate is relevant if it has the query's label
     Mask   -> MaskRelevance       a matrix of relevance, bool or graded
+    Levels -> IntervalRelevance   labels from coarse to fine, see `levels`
     Pairs  -> PairRelevance       a sparse list, see `pairs`
 
 For labels, candidates are put in an order in which each class is one interval and classes grow in size, queries in the same
@@ -55,6 +56,16 @@ def block_extents(num_relevant: Tensor, low: Tensor, high: Tensor, blocks: list[
     """Most relevant items, least `low` and largest `high` of each block, from one transfer to the host."""
     table = torch.stack((num_relevant, low, high)).cpu().numpy()
     return [(int(table[0, c].max()), int(table[1, c].min()), int(table[2, c].max())) for c in blocks]
+
+
+def level_gains(query: Tensor, candidates: Tensor, table: Tensor) -> Tensor:
+    """[Q, P] gains of candidates [Q or 1, P, L] by the levels that they share with the query [Q, L], coarse ones first."""
+    shared = torch.zeros(len(query), candidates.shape[1], dtype=torch.long, device=query.device)
+    agree: Tensor | bool = True
+    for level in range(query.shape[1]):  # one matrix of the size of the positives at a time
+        agree = (query[:, level, None] == candidates[:, :, level]) & agree
+        shared += agree
+    return table.to(query.device)[shared]
 
 
 class RelevanceInput(Protocol):
@@ -344,6 +355,9 @@ class IntervalRelevance:
     num_relevant: Tensor  # [Q]
     list_length: Tensor  # [Q]
     rank_self: bool  # the query stays in its own list as an irrelevant candidate
+    query_levels: Tensor | None = None  # [Q, L] labels from coarse to fine, where relevance is graded by the levels they share
+    candidate_levels: Tensor | None = None  # [C, L]
+    table: Tensor | None = None  # [L + 1] the gain of items that share so many levels
 
     symmetric = True
 
@@ -438,7 +452,10 @@ class IntervalRelevance:
 
     def gains(self, rows: slice, width: int) -> Tensor | None:
         """See `EngineRelevance`."""
-        return None
+        if self.query_levels is None or self.candidate_levels is None or self.table is None:
+            return None
+        columns = self.positives(rows, width)[0].clamp_(0, len(self.candidate_order) - 1)
+        return level_gains(self.query_levels[rows], self.candidate_levels[columns], self.table)
 
     def extents(self, blocks: list[slice]) -> list[tuple[int, int, int]]:
         """For every block of queries the most relevant items of a query, and the interval of columns that needs `hide_`."""

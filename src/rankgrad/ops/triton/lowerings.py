@@ -364,6 +364,9 @@ class Lowering(ABC, Generic[R]):
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Any) -> Ranks:
         return self.ranker.ranks(counts, positives, thresholds)
 
+    def graded_rank(self, scores: Tensor, positives: PositiveScores, positive_rank: Tensor) -> Tensor:
+        return self.ranker.graded_rank(scores, positives, positive_rank)
+
     def rank_gradient(self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Any, upstream: Upstream) -> Any:
         return self.ranker.rank_gradient(d_ranks, positives, thresholds, upstream)
 
