@@ -186,8 +186,8 @@ class ScoreSource(Protocol):
         """Scores of the positives of a row block."""
         ...
 
-    def count(self, ops: Any, thresholds: list[Any], seed: int) -> list[Tensor]:
-        """Irrelevant candidates ahead of each threshold, over all tiles."""
+    def count(self, ops: Any, thresholds: list[Any], seed: int, *, keep: bool) -> list[Tensor]:
+        """Irrelevant candidates ahead of each threshold, over all tiles. `keep`: a backward pass will follow."""
         ...
 
     def backward(self, ops: Any, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
@@ -300,7 +300,7 @@ def forward_pass(call: RankCall, tensors: tuple[Tensor, ...], *, wants_gradient:
         positives = [source.positives(block) for block in range(len(source.row_blocks))]
         # keys below the seed are for row blocks, the others for tiles
         thresholds = [ops.thresholds(items, call.seed - 1 - block) for block, items in enumerate(positives)]
-        counts = source.count(ops, thresholds, call.seed)
+        counts = source.count(ops, thresholds, call.seed, keep=wants_gradient)
         losses, d_ranks = [], []
         d_scores: list[Tensor] = []
         graded = getattr(call.objective, "graded", False)

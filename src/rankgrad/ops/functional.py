@@ -332,7 +332,7 @@ def exact_counts(
     built, ops = relevance.build(), _lowering(Exact(), given_scores=False)
     source = _fused_source(built, queries.device, "high", normalized=normalized, ops=ops)(queries, candidates)
     positives = [source.positives(block) for block in range(len(source.row_blocks))]
-    counts = source.count(ops, [ops.thresholds(items, 0) for items in positives], 0)
+    counts = source.count(ops, [ops.thresholds(items, 0) for items in positives], 0, keep=False)
     for rows, items, count in zip(source.row_blocks, positives, counts, strict=True):
         assert items.valid is not None, "the kernels pad"
         yield built.query_order[rows], count, items.valid

@@ -6,17 +6,17 @@ scores of the query's positives, or bin edges). It says two things about a tile,
     count_tile      how much of it lies ahead of each threshold      C[b, e] = sum over z of kappa(s_bz - t_be)
     tile_backward   the gradient of all those counts                 G[b, z] = dL/ds_bz, and the tile's part of dL/dt_be
 
-and the rest about a query: what its counts mean (`ranks`), how dL/dranks becomes the weights of `tile_backward`
-(`rank_gradient`), and the gradient of its positives (`positive_backward`). What a ranker keeps between the passes has the
-size of the relevant pairs. Hidden entries of a tile (positives, the query itself) hold -inf; they count nothing and receive
-no gradient.
+and may do once per tile what all comparisons with it share (`tile_map`). The rest is about a query: what its counts mean
+(`ranks`), how dL/dranks becomes the weights of `tile_backward` (`rank_gradient`), and the gradient of its positives
+(`positive_backward`). What a ranker keeps between the passes has the size of the relevant pairs. Hidden entries of a tile
+(positives, the query itself) hold -inf; they count nothing and receive no gradient.
 
 Dimension letters:  B queries   Z candidates of one tile   P positives, padded   E thresholds
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from rankgrad._checks import check_count, check_not_negative, check_positive
 from rankgrad.ops.autograd import GRAD_FIELDS, PositiveScores, Ranks, Upstream
 from rankgrad.ops.graded_ranks import exact_graded_rank, sigmoid_graded_rank
 from rankgrad.ops.thresholds import SigmoidThresholds, Thresholds
+
+TileMap = Callable[[Tensor], Tensor]
 
 # Rank at a bin centre that no candidate has reached, where mass and rank among the positives are 0.
 SMALLEST_RANK = 1e-30
@@ -60,9 +62,17 @@ class Ranker(ABC):
     def thresholds(self, positives: PositiveScores, key: int) -> Any:
         """What tiles are compared with. `key` is the same in forward and backward of a row block."""
 
+    def tile_map(self, thresholds: list[Any]) -> TileMap | None:
+        """What comparisons with a tile have in common, as a change of its scores in place; None: they stay as they are.
+
+        Made once for all tiles of a call: a tile and its transpose share it, and one that is kept for the backward pass has
+        it already. `thresholds` are those of all row blocks.
+        """
+        return None
+
     @abstractmethod
     def count_tile(self, tile: Tensor, thresholds: Any, key: int) -> Tensor:
-        """[B, E] irrelevant candidates of the tile ahead of each threshold."""
+        """[B, E] irrelevant candidates of the tile, as `tile_map` leaves it, ahead of each threshold."""
 
     @abstractmethod
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Any) -> Ranks:
@@ -77,7 +87,7 @@ class Ranker(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def tile_backward(self, tile: Tensor, thresholds: Any, rank_grad: Any, key: int) -> tuple[Tensor, Tensor | None]:
-        """[B, Z] gradient of the tile's scores, and the tile's part of the thresholds' gradient."""
+        """[B, Z] gradient of the tile's scores, before `tile_map`, and the tile's part of the thresholds' gradient."""
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def positive_backward(
@@ -129,8 +139,36 @@ class Sigmoid(Ranker):
     def thresholds(self, positives: PositiveScores, key: int) -> SigmoidThresholds:
         return SigmoidThresholds(positives.scores.t().contiguous(), keep=positives.one_tile)
 
-    def _ahead(self, tile: Tensor, threshold: Tensor, out: Tensor) -> Tensor:
-        return torch.sub(tile, threshold[..., None], out=out).mul_(1 / self.tau).sigmoid_()
+    def tile_map(self, thresholds: list[SigmoidThresholds]) -> TileMap | None:
+        """One exponential of a score and not one of each comparison: sigmoid(s - t) = 1 / (1 + e^t e^-s).
+
+        Scores are taken from the middle of all thresholds. Where an exponential ends every sigmoid must be 0 or 1 to the last
+        bit, so thresholds must not be too far apart: in float32 131 tau, which is 1.3 for tau = 0.01.
+        """
+        columns = [of_block.columns for of_block in thresholds if of_block.columns.numel()]
+        if not columns or columns[0].device.type != "cpu" or any(of_block.keep for of_block in thresholds):
+            return None
+        limits = torch.finfo(columns[0].dtype)
+        end = math.log(limits.max) - 2
+        room = end + math.log(limits.eps) - 5
+        low = min(values.amin().item() for values in columns)
+        high = max(values.masked_fill(values == torch.inf, -torch.inf).amax().item() for values in columns)
+        if not 0 <= high - low <= 2 * room * self.tau:
+            return None
+        middle, scale = (low + high) / 2, 1 / self.tau
+        for of_block in thresholds:
+            padding = of_block.columns == torch.inf
+            of_block.exponentials = ((of_block.columns - middle) * scale).exp_().masked_fill_(padding, 1)
+        # a hidden score is -inf, its exponential inf, and its sigmoid 0
+        return lambda tile: tile.sub_(middle).mul_(-scale).clamp_(min=-end).exp_()
+
+    def _ahead(self, tile: Tensor, thresholds: Tensor, out: Tensor, *, mapped: bool = False) -> Tensor:
+        """Sigmoids of a tile less thresholds, from the exponentials of both if they are `mapped`."""
+        # what follows from a sigmoid in the backward pass must not be subnormal
+        least = torch.finfo(tile.dtype).tiny / torch.finfo(tile.dtype).eps
+        if mapped:
+            return torch.mul(tile, thresholds[..., None], out=out).add_(1).clamp_(max=1 / least).reciprocal_()
+        return torch.sub(tile, thresholds[..., None], out=out).mul_(1 / self.tau).clamp_(min=math.log(least)).sigmoid_()
 
     def count_tile(self, tile: Tensor, thresholds: SigmoidThresholds, key: int) -> Tensor:
         if thresholds.keep and thresholds.columns.shape[0] * tile.numel() <= KEPT_SIGMOIDS:
@@ -138,7 +176,8 @@ class Sigmoid(Ranker):
             thresholds.tile = self._ahead(tile, thresholds.columns, ahead)
             return ahead.sum(dim=2).t()
         scratch = torch.empty_like(tile)  # one for all: on a CPU fresh memory costs more than what is done with it
-        return _columns([self._ahead(tile, threshold, scratch).sum(dim=1) for threshold in thresholds.columns], tile)
+        compared, mapped = thresholds.compared
+        return _columns([self._ahead(tile, each, scratch, mapped=mapped).sum(dim=1) for each in compared], tile)
 
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: SigmoidThresholds) -> Ranks:
         # an item ahead of itself counts sigmoid(0) = 1/2
@@ -180,8 +219,9 @@ class Sigmoid(Ranker):
             return slope.sum(dim=0), slope.sum(dim=2).neg_().t()
         gradient, scratch = torch.zeros_like(tile), torch.empty_like(tile)
         d_thresholds = []
-        for threshold, weight in zip(thresholds.columns, rank_grad[0], strict=True):
-            ahead = self._ahead(tile, threshold, scratch)
+        compared, mapped = thresholds.compared
+        for each, weight in zip(compared, rank_grad[0], strict=True):
+            ahead = self._ahead(tile, each, scratch, mapped=mapped)
             slope = torch.ops.aten.sigmoid_backward.grad_input(weight[:, None].expand_as(tile), ahead, grad_input=scratch)
             gradient += slope
             d_thresholds.append(-slope.sum(dim=1))
@@ -396,22 +436,23 @@ class Histogram(Ranker):
     def width(self) -> float:
         return (self.high - self.low) / self.bins
 
-    def _position(self, tile: Tensor) -> Tensor:
-        """Distance from `high` in bins, in [0, bins]; hidden entries are at the last centre, NaN at the first."""
-        # contiguous: gather and scatter walk over rows, and a transposed tile is strided
-        return ((self.high - tile) * (1 / self.width)).clamp_(0, self.bins).nan_to_num_(nan=0.0).contiguous()
+    def _position_(self, scores: Tensor) -> Tensor:
+        """In place the distance from `high` in bins, in [0, bins]; hidden entries are at the last centre, NaN at the first."""
+        return scores.sub_(self.high).mul_(-1 / self.width).clamp_(0, self.bins).nan_to_num_(nan=0.0)
 
     def thresholds(self, positives: PositiveScores, key: int) -> None:
         return None
 
+    def tile_map(self, thresholds: list[None]) -> TileMap:
+        return self._position_
+
     def count_tile(self, tile: Tensor, thresholds: None, key: int) -> Tensor:
         """[B, bins] cumulative histogram at every centre but the last, where all candidates are counted."""
-        position = self._position(tile)
-        floor = position.floor()
-        cell = floor.long()
+        tile = tile.contiguous()  # scatter walks over rows, and a transposed tile is strided
+        cell = tile.long()
         size = (tile.shape[0], self.bins + 1)
-        items = tile.new_zeros(size).scatter_add_(1, cell, tile.new_ones(()).expand_as(cell))
-        spill = tile.new_zeros(size).scatter_add_(1, cell, position.sub_(floor))  # what belongs to the next centre
+        items = tile.new_zeros(size).scatter_add_(1, cell, torch.ones_like(tile))
+        spill = tile.new_zeros(size).scatter_add_(1, cell, tile.frac())  # what belongs to the next centre
         return (items.cumsum(dim=1) - spill)[:, :-1]
 
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: None) -> Ranks:
@@ -447,10 +488,12 @@ class Histogram(Ranker):
     def tile_backward(
         self, tile: Tensor, thresholds: None, rank_grad: tuple[Tensor, tuple[Tensor, ...]], key: int
     ) -> tuple[Tensor, None]:
-        position = self._position(tile)
-        floor = position.floor()
+        if tile.is_contiguous():
+            slope = rank_grad[0].gather(1, tile.long())
+        else:  # in the order of memory
+            slope = rank_grad[0].t().contiguous().gather(0, tile.t().long()).t()
         # on a centre, and so at the ends and where hidden, the pulses have a kink and the gradient is taken as 0
-        return rank_grad[0].gather(1, floor.long()).mul_(position.sub_(floor).sign_()), None
+        return slope.mul_(tile.frac().sign_()), None
 
     def positive_backward(
         self,
@@ -464,7 +507,7 @@ class Histogram(Ranker):
         d_rank, d_positive_rank, d_mass, d_gain = rank_grad[1]
         # a mass counts at its own centre and in the ranks at all later ones
         d_mass = d_mass + (d_rank + d_positive_rank).flip(1).cumsum(dim=1).flip(1)
-        position = self._position(positives.scores)  # padding lies on the first centre
+        position = self._position_(positives.scores.clone())  # padding lies on the first centre
         cell = position.floor()
         index = cell.long().clamp_(max=self.bins - 1)
         # between two centres mass moves from one to the next; on a centre the pulses have a kink, see `tile_backward`

@@ -8,8 +8,9 @@ Dimension letters:  Q queries   C candidates   B queries of a row block   Z cand
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores
 from rankgrad.ops.pairs import PairRelevance
-from rankgrad.ops.rankers import Ranker
+from rankgrad.ops.rankers import Ranker, TileMap
 from rankgrad.ops.relevance import EngineRelevance, MaskRelevance, TileRelevance
 
 # Integers are exact in float32 up to here; longer lists get their ranks in float64.
@@ -25,6 +26,9 @@ EXACT_FLOAT32 = 2**24
 
 # Most columns of a tile of given scores.
 WIDEST_TILE = 2**22
+
+# Bytes of tiles that stay in memory for the backward pass: 64 MiB are all scores of 5,600 items in float32.
+KEPT_BYTES = 2**26
 
 
 def tile_side(device: torch.device) -> int:
@@ -35,6 +39,12 @@ def tile_side(device: torch.device) -> int:
 def is_one_tile(queries: int, candidates: int, device: torch.device) -> bool:
     """Whether all scores fit in one tile."""
     return queries * candidates <= tile_side(device) ** 2
+
+
+def without_subnormal(gradient: Tensor) -> Tensor:
+    """0 for numbers so small that products with them are subnormal, which take a hundred times as long on many processors."""
+    limits = torch.finfo(gradient.dtype)
+    return torch.nn.functional.hardshrink(gradient, limits.tiny / limits.eps**2)
 
 
 def split(stop: int, size: int, start: int = 0) -> list[slice]:
@@ -73,6 +83,23 @@ class TiledSource(ABC):
 
     row_blocks: list[slice]
 
+    def __init__(self) -> None:
+        self.tile_map: TileMap | None = None
+        self.kept: dict[int, Tensor] = {}  # tiles of the first pass that the second one will ask for
+        self.bytes_left = 0
+
+    def _tile(self, key: int, scores: Callable[[], Tensor]) -> Tensor:
+        """A tile as the ranker compares it."""
+        if key in self.kept:
+            return self.kept.pop(key)
+        tile = scores()
+        if self.tile_map is not None:
+            tile = self.tile_map(tile)
+        if (size := tile.numel() * tile.element_size()) <= self.bytes_left:
+            self.kept[key] = tile
+            self.bytes_left -= size
+        return tile
+
     @abstractmethod
     def _tile_pairs(self) -> Iterator[TilePair]:
         """Every tile of scores."""
@@ -81,8 +108,9 @@ class TiledSource(ABC):
     def _add_grad(self, pair: TilePair, gradients: list[Tensor]) -> None:
         """Accumulate the gradients of the tiles of a pair."""
 
-    def count(self, ops: Ranker, thresholds: list[Any], seed: int) -> list[Tensor]:
+    def count(self, ops: Ranker, thresholds: list[Any], seed: int, *, keep: bool) -> list[Tensor]:
         counts: list[Any] = [None] * len(self.row_blocks)
+        self.tile_map, self.bytes_left = ops.tile_map(thresholds), KEPT_BYTES if keep else 0
         for pair in self._tile_pairs():
             for tile in pair.tiles:
                 part = ops.count_tile(tile.scores, thresholds[tile.block], seed + tile.key)
@@ -91,6 +119,7 @@ class TiledSource(ABC):
 
     def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
         d_thresholds: list[Tensor | None] = [None] * len(self.row_blocks)
+        self.bytes_left = 0
         for pair in self._tile_pairs():
             gradients = []
             for tile in pair.tiles:
@@ -212,6 +241,7 @@ class EmbeddingScores(TiledSource):
     """Scores are dot products. With one set of rows in both roles a product serves a tile and its transpose."""
 
     def __init__(self, queries: TileRows, candidates: TileRows, layout: TileLayout) -> None:
+        super().__init__()
         self.queries, self.candidates = queries, candidates
         self.layout, self.relevance, self.row_blocks = layout, layout.relevance, layout.row_blocks
         self.query_order = layout.relevance.query_order
@@ -238,28 +268,31 @@ class EmbeddingScores(TiledSource):
         )
 
     def _tile_pairs(self) -> Iterator[TilePair]:
-        column_blocks = self.layout.column_blocks
         for i, rows in enumerate(self.row_blocks):
             queries = self.queries.read(rows)
-            for z, columns in enumerate(column_blocks):
+            for z, columns in enumerate(self.layout.column_blocks):
                 if self.symmetric and z < i:
                     continue  # the transpose of a tile that was visited
-                candidates = self.candidates.read(columns)
-                scores = queries @ candidates.t()
-                transposed = scores.t()
-                if not self.relevance.symmetric and self.symmetric and i != z:  # hides other scores
-                    transposed = transposed.clone(memory_format=torch.contiguous_format)
-                    self._hide(transposed, z, columns, rows)
-                self._hide(scores, i, rows, columns)
-                tiles = [Tile(scores, i, i * len(column_blocks) + z)]
-                if self.symmetric and i != z:
-                    tiles.append(Tile(transposed, z, z * len(column_blocks) + i))
-                yield TilePair(tiles, rows, columns, queries, candidates)
+                yield self._tile_pair(i, z, rows, columns, queries, self.candidates.read(columns))
 
-    def _hide(self, scores: Tensor, block: int, rows: slice, columns: slice) -> None:
+    def _tile_pair(self, i: int, z: int, rows: slice, columns: slice, queries: Tensor, candidates: Tensor) -> TilePair:
+        key, transposed_key = i * len(self.layout.column_blocks) + z, z * len(self.layout.column_blocks) + i
+        product = cache(lambda: queries @ candidates.t())  # made at most once, and not at all where the tiles are kept
+        transposed = None
+        if self.symmetric and i != z and not self.relevance.symmetric:  # hides other scores
+            copy = partial(torch.clone, memory_format=torch.contiguous_format)
+            transposed = self._tile(transposed_key, lambda: self._hide(copy(product().t()), z, columns, rows))
+        scores = self._tile(key, lambda: self._hide(product(), i, rows, columns))
+        tiles = [Tile(scores, i, key)]
+        if self.symmetric and i != z:
+            tiles.append(Tile(scores.t() if transposed is None else transposed, z, transposed_key))
+        return TilePair(tiles, rows, columns, queries, candidates)
+
+    def _hide(self, scores: Tensor, block: int, rows: slice, columns: slice) -> Tensor:
         width, first, last = self.layout.extents[block]
         if columns.start < last and columns.stop > first:
             self.relevance.hide_(scores, rows, columns, width)
+        return scores
 
     def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
         self.queries.zero_grad()
@@ -267,7 +300,10 @@ class EmbeddingScores(TiledSource):
         return super().backward(ops, thresholds, rank_grads, seed)
 
     def _add_grad(self, pair: TilePair, gradients: list[Tensor]) -> None:
-        gradient = gradients[0] if len(gradients) == 1 else gradients[0].add_(gradients[1].t())
+        gradient = without_subnormal(gradients[0] if len(gradients) == 1 else gradients[0].add_(gradients[1].t()))
+        if self.symmetric and pair.rows == pair.columns:  # both sums are of the same rows
+            self.queries.add_grad(pair.rows, (gradient + gradient.t()) @ pair.candidates)
+            return
         self.queries.add_grad(pair.rows, gradient @ pair.candidates)
         self.candidates.add_grad(pair.columns, gradient.t() @ pair.queries)
 
@@ -322,7 +358,9 @@ class OneTileScores:
             one_tile=True,
         )
 
-    def count(self, ops: Ranker, thresholds: list[Any], seed: int) -> list[Tensor]:
+    def count(self, ops: Ranker, thresholds: list[Any], seed: int, *, keep: bool) -> list[Tensor]:
+        if (tile_map := ops.tile_map(thresholds)) is not None:
+            self.tile = tile_map(self.tile)
         return [ops.count_tile(self.tile, thresholds[0], seed)]
 
     def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
@@ -331,7 +369,9 @@ class OneTileScores:
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
         r, (given,) = self.relevance, d_positives
-        d_scores = self.d_scores.scatter_add_(1, r.columns, given if r.valid is None else given.masked_fill(~r.valid, 0))
+        d_scores = without_subnormal(
+            self.d_scores.scatter_add_(1, r.columns, given if r.valid is None else given.masked_fill(~r.valid, 0))
+        )
         if self.symmetric:
             return ((d_scores + d_scores.t()) @ self.queries,)
         return d_scores @ self.candidates, d_scores.t() @ self.queries
@@ -341,6 +381,7 @@ class GivenScores(TiledSource):
     """Scores are given as a matrix, one list per row."""
 
     def __init__(self, scores: Tensor, relevance: MaskRelevance) -> None:
+        super().__init__()
         self.scores, self.relevance = scores, relevance
         self.query_order = relevance.query_order
         self.dtype = torch.promote_types(scores.dtype, torch.float32)
@@ -368,9 +409,12 @@ class GivenScores(TiledSource):
         for i, block in enumerate(self.row_blocks):
             rows = self.relevance.rows(block)
             for z, columns in enumerate(self.column_blocks):
-                tile = self.scores[rows, columns].to(self.dtype)
-                tile = tile.masked_fill(self.relevance.hidden(rows, columns), -torch.inf)
-                yield TilePair([Tile(tile, i, i * len(self.column_blocks) + z)], rows, columns)
+                key = i * len(self.column_blocks) + z
+                yield TilePair([Tile(self._tile(key, partial(self._hidden, rows, columns)), i, key)], rows, columns)
+
+    def _hidden(self, rows: Any, columns: slice) -> Tensor:
+        tile = self.scores[rows, columns].to(self.dtype)
+        return tile.masked_fill(self.relevance.hidden(rows, columns), -torch.inf)
 
     def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
         self.d_scores = torch.empty_like(self.scores)

@@ -28,6 +28,17 @@ TILE = 128
 WIDEST = 256
 STEP = 64
 
+# Neither the value of these arguments nor the alignment of these arrays makes the code better, and each case that Triton
+# tells apart (1, a multiple of 16, aligned) is seconds of compiling at the next batch size.
+SIZES = (
+    *("P", "row_p", "column_p", "num_rows", "num_candidates", "num_columns", "pass_rows", "first_row", "first_column"),
+    *("last_written", "tiles_per_split"),
+)
+PER_QUERY = (
+    *("start", "stop", "self_index", "num_relevant", "thresholds", "counts", "slopes", "centres"),
+    *(f"{role}_{name}" for role in ("row", "column") for name in ("t", "w", "extra", "reached")),
+)
+
 # Tiles and schedules, best first, found by timing on an H200: an entry holds the shared memory it needs. A counting tile is
 # wider than a gradient tile, which needs registers for scores, powers and sums at once. They are not tuned at run time: to
 # compile one more candidate takes longer than a training step gains from it in a thousand calls.
@@ -143,7 +154,7 @@ def _hidden_columns(b_start, b_stop, b_self):
     return first, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
 def positives_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, out,
     first_row, num_rows, P,
@@ -172,7 +183,7 @@ def positives_kernel(
             tl.store(out + tl.cast(p, tl.int64) * num_rows + o_r, b_t, mask=b_here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def listed_positives_kernel(
     queries, candidates, row_bias, column_bias, alpha, positives, out, first_row, num_rows, P,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -193,7 +204,7 @@ def listed_positives_kernel(
             tl.store(out + o_p * num_rows + o_r, b_t, mask=(o_r < num_rows) & (o_p < P))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
 def count_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
     thresholds, counts, slopes, centres, first_row, num_rows, num_candidates, P, tiles_per_split,
@@ -226,7 +237,7 @@ def count_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
 def backward_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
     row_t, row_w, row_extra, row_reached, column_t, column_w, column_extra, column_reached, high, low,

@@ -281,7 +281,7 @@ class FusedEmbeddingScores:
         listed = isinstance(self.relevance, PairRelevance)
         return {"LISTED": listed, "RANK_SELF": self.relevance.rank_self, "ASM": self.asm, **self._shape}
 
-    def count(self, ops: Lowering[Any], thresholds: list[Any], seed: int) -> list[Tensor]:
+    def count(self, ops: Lowering[Any], thresholds: list[Any], seed: int, *, keep: bool) -> list[Tensor]:
         self.kept = []
         return [self._count(ops, thresholds[block], block) for block in range(len(self.row_blocks))]
 

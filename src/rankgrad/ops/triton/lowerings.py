@@ -234,7 +234,7 @@ def _add_thresholds(
     return b_g
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("P",))
 def among_kernel(scores, num_relevant, out, P, inverse_tau, BX: tl.constexpr, BY: tl.constexpr):
     """out[row, x] = sum over the row's positives y of sigmoid((s_y - s_x) / tau), x itself among them."""
     i = tl.program_id(0).to(tl.int64)
@@ -250,7 +250,7 @@ def among_kernel(scores, num_relevant, out, P, inverse_tau, BX: tl.constexpr, BY
     tl.store(out + i * P + o_x, b_sum, mask=o_x < P)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("P",))
 def among_bwd_kernel(scores, weights, num_relevant, out, P, inverse_tau, BX: tl.constexpr, BY: tl.constexpr):
     """out[row, x] = sum over y of (w_y - w_x) slope((s_y - s_x) / tau): the slope of a sigmoid is even."""
     i = tl.program_id(0).to(tl.int64)
@@ -269,7 +269,7 @@ def among_bwd_kernel(scores, weights, num_relevant, out, P, inverse_tau, BX: tl.
     tl.store(out + i * P + o_x, tl.where(o_x < count, b_sum, 0.0), mask=o_x < P)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("P",))
 def proper_kernel(ahead, order, descending, num_relevant, rank, among, P, BLOCK: tl.constexpr):
     """Ranks of a row's positives [P] from their positions in descending order and the irrelevant ones ahead; 1 at padding."""
     i = tl.program_id(0).to(tl.int64)

@@ -122,7 +122,7 @@ class FusedGivenScores(GivenScores):
         super().__init__(scores, relevance)
         self.tables: list[BucketTables] = []
 
-    def count(self, ops: Any, thresholds: list[Thresholds], seed: int) -> list[Tensor]:
+    def count(self, ops: Any, thresholds: list[Thresholds], seed: int, *, keep: bool) -> list[Tensor]:
         rows = [self.query_order[block] for block in self.row_blocks]
         self.tables = [BucketTables(t, r, self.relevance) for t, r in zip(thresholds, rows, strict=True)]
         return [self._num_reaching(t, count_kernel, descending=t.descending, begin=t.begin) for t in self.tables]

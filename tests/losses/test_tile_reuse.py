@@ -1,0 +1,130 @@
+"""What tiles share: work done once for all comparisons, and tiles kept from the forward to the backward pass."""
+
+import pytest
+import torch
+from losses.combinations import RANKERS
+
+import rankgrad
+from rankgrad.ops import sources
+
+each_ranker = pytest.mark.parametrize("ranker", RANKERS)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(sources, "tile_side", lambda device: 16)
+
+
+def batch(items=75, dim=12, spread=1.0):
+    generator = torch.Generator().manual_seed(7)
+    labels = torch.randint(0, items // 4, (items,), generator=generator)
+    centres = torch.randn(items, dim, generator=generator)
+    return (centres[labels] + torch.randn(items, dim, generator=generator)) * spread, labels
+
+
+def value_and_gradient(loss, embeddings, labels):
+    leaf = embeddings.clone().requires_grad_()
+    value = loss(leaf, labels)
+    return value.detach(), torch.autograd.grad(value, leaf)[0]
+
+
+def relative_error(found, wanted):
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+@each_ranker
+def test_kept_tiles_change_no_bit(ranker, monkeypatch):
+    loss = rankgrad.RankLoss(RANKERS[ranker][0], rankgrad.AveragePrecision())
+    kept = value_and_gradient(loss, *batch())
+    monkeypatch.setattr(sources, "KEPT_BYTES", 3 * 16 * 16 * 4)  # the first three tiles
+    some = value_and_gradient(loss, *batch())
+    monkeypatch.setattr(sources, "KEPT_BYTES", 0)
+    none = value_and_gradient(loss, *batch())
+    for found in (some, none):
+        assert torch.equal(found[0], kept[0])
+        assert torch.equal(found[1], kept[1])
+
+
+def test_no_more_is_kept_than_allowed(monkeypatch):
+    monkeypatch.setattr(sources, "KEPT_BYTES", 5 * 16 * 16 * 4)
+    held = []
+    backward = sources.TiledSource.backward
+
+    def watched(source, *args):
+        held.append(sum(tile.numel() * tile.element_size() for tile in source.kept.values()))
+        result = backward(source, *args)
+        held.append(len(source.kept))
+        return result
+
+    monkeypatch.setattr(sources.TiledSource, "backward", watched)
+    value_and_gradient(rankgrad.SmoothAPLoss(), *batch())
+    assert 4 * 16 * 16 * 4 <= held[0] <= 5 * 16 * 16 * 4
+    assert held[1] == 0
+
+
+def test_without_a_gradient_nothing_is_kept(monkeypatch):
+    made = []
+    monkeypatch.setattr(sources.TiledSource, "__init__", _recording(sources.TiledSource.__init__, made))
+    embeddings, labels = batch()
+    rankgrad.SmoothAPLoss()(embeddings, labels)
+    assert len(made) == 1
+    assert not made[0].kept
+
+
+def _recording(init, made):
+    def wrapper(self):
+        made.append(self)
+        init(self)
+
+    return wrapper
+
+
+@each_ranker
+def test_a_second_backward_computes_tiles_again(ranker):
+    loss = rankgrad.RankLoss(RANKERS[ranker][0], rankgrad.AveragePrecision())
+    embeddings, labels = batch()
+    leaf = embeddings.requires_grad_()
+    value = loss(leaf, labels)
+    first, second = (torch.autograd.grad(value, leaf, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dim", [2, 12])
+def test_one_exponential_a_score_is_as_good_as_one_a_comparison(dim, monkeypatch):
+    embeddings, labels = batch(items=150, dim=dim)
+    loss = rankgrad.RecallAtKLoss()
+    wanted = value_and_gradient(rankgrad.RecallAtKLoss(backend="reference"), embeddings.double(), labels)
+    maps = []
+    tile_map = rankgrad.Sigmoid.tile_map
+    monkeypatch.setattr(rankgrad.Sigmoid, "tile_map", lambda *args: maps.append(tile_map(*args)) or maps[-1])
+    mapped = value_and_gradient(loss, embeddings, labels)
+    monkeypatch.setattr(rankgrad.Sigmoid, "tile_map", lambda *args: None)
+    direct = value_and_gradient(loss, embeddings, labels)
+    # cosines of two dimensions are anywhere in [-1, 1], which is too far for float32
+    assert [each is None for each in maps] == [dim == 2]
+    assert abs(mapped[0] - wanted[0]) < 1e-6
+    assert relative_error(mapped[1], wanted[1]) < max(3 * relative_error(direct[1], wanted[1]), 1e-6)
+    assert relative_error(direct[1], wanted[1]) < 1e-4
+
+
+@pytest.mark.parametrize("spread", [1e-3, 0.1, 0.5])
+def test_scores_of_any_size(spread):
+    """From differences that a sigmoid hardly notices to some far beyond what an exponential holds."""
+    embeddings, labels = batch(spread=spread)
+    wanted = value_and_gradient(rankgrad.SmoothAPLoss(normalize=False, backend="reference"), embeddings.double(), labels)
+    found = value_and_gradient(rankgrad.SmoothAPLoss(normalize=False), embeddings, labels)
+    assert abs(found[0] - wanted[0]) < 1e-5
+    assert relative_error(found[1], wanted[1]) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_get_no_subnormal_numbers(dtype, monkeypatch):
+    tiny, gradients = torch.finfo(dtype).tiny, []
+    cleaned = sources.without_subnormal
+    monkeypatch.setattr(sources, "without_subnormal", lambda g: gradients.append(cleaned(g)) or gradients[-1])
+    embeddings, labels = batch()
+    value_and_gradient(rankgrad.RecallAtKLoss(tau_rank=0.003), embeddings.to(dtype), labels)
+    assert gradients
+    assert all(((g == 0) | (g.abs() >= tiny)).all() for g in gradients)
+    given = torch.tensor([0.0, 1e-300 if dtype == torch.float64 else 1e-38, -1e-3, 1e-20], dtype=dtype)
+    assert cleaned(given).tolist() == [0.0, 0.0, *given[2:].tolist()]
