@@ -27,8 +27,8 @@ EXACT_FLOAT32 = 2**24
 # Most columns of a tile of given scores.
 WIDEST_TILE = 2**22
 
-# Bytes of tiles that stay in memory for the backward pass: 64 MiB are all scores of 5,600 items in float32.
-KEPT_BYTES = 2**26
+# Bytes of tiles that stay in memory for the backward pass: 32 MiB are all scores of 3,800 items in float32.
+KEPT_BYTES = 2**25
 
 
 def tile_side(device: torch.device) -> int:
