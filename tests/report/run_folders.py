@@ -106,7 +106,8 @@ def write_journal(path: Path, steps: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     entries: list[dict[str, Any]] = [
         {
-            "kind": "start", "step": 0, "versions": {"torch": "2.15.0"}, "hardware": {"device": "cpu", "gpu": "Some GPU"},
+            "kind": "start", "step": 0, "recipe": "own-images",
+            "versions": {"torch": "2.15.0"}, "hardware": {"device": "cpu", "gpu": "Some GPU"},
             "command": ["rankgrad", "train"], "data": {"train": {"images": 1200, "classes": 30}}, "parameters": 12345,
         }
     ]  # fmt: skip

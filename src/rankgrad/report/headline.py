@@ -35,16 +35,20 @@ def published_of(run: Run, evaluation: Evaluation) -> dict[str, list[Mapping[str
 
 def description(run: Run) -> str:
     """Loss, data and network of a run in one line."""
-    settings = run.settings
-    if not settings:
-        return "recipe.json is missing, so the settings are not known"
-    batch = settings.get("batch_size")
-    parts = [
-        f"{settings.get('loss')} on {settings.get('data_set')}",
-        f"{settings.get('trunk')}" + (f", {settings['dim']} dimensions" if settings.get("dim") else ""),
-        *([f"batches of {batch:,}"] if isinstance(batch, int) and batch else []),
-        f"seed {settings.get('seed', 0)}",
-    ]
+    settings, test = run.settings, run.evaluation(None)
+    parts = []
+    if "loss" in settings:
+        batch = settings.get("batch_size")
+        parts += [
+            f"{settings['loss']} on {settings.get('data_set')}",
+            f"{settings.get('trunk')}" + (f", {settings['dim']} dimensions" if settings.get("dim") else ""),
+            *([f"batches of {batch:,}"] if isinstance(batch, int) and batch else []),
+        ]
+    elif test is not None and test.embeddings is not None:
+        count, dim = test.embeddings.shape
+        parts.append(f"{plural(count, 'embedding')} of {dim:,} dimensions")
+    if "seed" in settings:
+        parts.append(f"seed {settings['seed']}")
     return ", ".join(parts)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from rankgrad._messages import format_duration
 from rankgrad.report.charts import Dot, Series, colour_of, dash_of, line, scatter
-from rankgrad.report.markup import Cell, absent, element, number, paragraph, percent, table, text
+from rankgrad.report.markup import Cell, element, number, paragraph, percent, table, text
 from rankgrad.report.run_reader import Run, float_of
 
 MAX_POINTS = 240
@@ -83,7 +83,7 @@ def exact_metric(run: Run) -> str:
 def learning(runs: Sequence[Run]) -> str:
     """Loss, exact metric, validation, and surrogate against exact metric."""
     if not any(run.entries("step", "eval") for run in runs):
-        return absent("The journal has no steps yet.")
+        return ""
     charts = _alone(runs[0]) if len(runs) == 1 else _together(runs)
     return element("div", *charts, class_="charts")
 
@@ -177,7 +177,7 @@ def _all_validation(run: Run) -> str:
     ]
     series = [each for each in series if each.x]
     if not series:
-        return absent("The run was not evaluated during training.")
+        return ""
     title = f"Evaluations on {_validated(run)}"
     return line(series, title=title, about="During training.", x="step", y="percent", percent=True)
 
@@ -238,7 +238,7 @@ def diagnostics(runs: Sequence[Run]) -> str:
             charts.append(_lines(runs, name, title, about, unit))
     found = [chart for chart in charts if chart]
     if not found and not constant:
-        return absent("The journal has no diagnostics.")
+        return ""
     told = paragraph(text(f"Constant: {', '.join(constant)}."), class_="quiet") if constant else ""
     return element("div", *found, class_="charts") + told
 
@@ -262,7 +262,7 @@ def events(runs: Sequence[Run]) -> str:
             when = str(entry.get("time", ""))[:19].replace("T", " ")
             rows.append([text(when), *which, number(float_of(entry.get("step"))), text(entry["kind"]), text(_told(entry))])
     if not rows:
-        return absent("The journal has no resumes, warnings or ends.")
+        return ""
     header: list[Cell] = ["time (UTC)", *(["run"] if len(runs) > 1 else []), "step", "event", "what"]
     return table(header, rows, class_="events")
 

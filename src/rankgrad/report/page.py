@@ -42,13 +42,7 @@ def _sections(
     runs: Sequence[Run], groups: Sequence[EvaluationGroup], split: str | None, thumbnails: Thumbnails
 ) -> list[Section]:
     alone = len(runs) == 1
-    sections = [
-        ("numbers", "Numbers", numbers(runs[0], split) if alone else side_by_side(runs)),
-        ("learning", "Learning curves", learning(runs)),
-        ("diagnostics", "Diagnostics", diagnostics(runs)),
-        ("ranks", "Ranks", ranks(groups)),
-        ("categories", "Categories", categories(groups)),
-    ]
+    sections = [("numbers", "Numbers", numbers(runs[0], split) if alone else side_by_side(runs))]
     if not alone:
         sections.append(("wins", "Won and lost", won_and_lost(groups, thumbnails)))
     each = ROWS_ALONE if alone else ROWS_EACH
@@ -57,12 +51,20 @@ def _sections(
         ("queries", "Queries", MOUNT + element("div", examples, class_="static")),
         ("confusions", "Confusions", _of_each(runs, split, lambda test: confusion_cards(test, thumbnails))),
         ("map", "Map of the embeddings", embedding_map(groups, thumbnails)),
-        ("settings", "Settings", settings(runs)),
-        ("hardware", "Hardware and versions", hardware(runs)),
-        ("events", "Events", events(runs)),
+        ("ranks", "Ranks", ranks(groups)),
+        ("categories", "Categories", categories(groups)),
+        ("learning", "Learning curves", learning(runs)),
+        ("diagnostics", "Diagnostics", _folded("What the loss does not show", diagnostics(runs))),
+        ("settings", "Settings", _folded("All settings", settings(runs)) if alone else settings(runs)),
+        ("hardware", "Hardware and versions", _folded("Where and with what the runs were made", hardware(runs))),
+        ("events", "Events", _folded("Resumes, warnings, ends", events(runs))),
     ]
     # last, when all thumbnails have been made
     return [*sections, ("missing", "Missing", missing(runs, thumbnails.remarks()))]
+
+
+def _folded(title: str, content: str) -> str:
+    return details(title, content) if content else ""
 
 
 def _of_each(runs: Sequence[Run], split: str | None, content: Callable[[Evaluation], str]) -> str:
@@ -88,17 +90,17 @@ def format_value(value: object) -> str:
 def settings(runs: Sequence[Run]) -> str:
     """All settings of one run, or those that differ between several."""
     if not any(run.settings for run in runs):
-        return absent("recipe.json is missing, so the settings are unknown.")
+        return ""
     if len(runs) == 1:
         found = runs[0].settings
         recipe = runs[0].recipe
-        told = f"{recipe.get('name', 'unnamed')}: {recipe.get('what', '')}".rstrip(": ")
+        told = f"{recipe['name']}: {recipe.get('what', '')}".rstrip(": ") if recipe.get("name") else ""
         notes = recipe.get("notes")
         remarks = [paragraph(text(note), class_="quiet") for note in notes] if isinstance(notes, list) else []
         pairs = [
             element("div", element("dt", text(name)), element("dd", text(format_value(value)))) for name, value in found.items()
         ]
-        return paragraph(text(told)) + "".join(remarks) + element("dl", *pairs, class_="settings")
+        return (paragraph(text(told)) if told else "") + "".join(remarks) + element("dl", *pairs, class_="settings")
     differing = differing_settings(runs)
     if not differing:
         return paragraph("The runs have the same settings.")
@@ -110,6 +112,8 @@ def settings(runs: Sequence[Run]) -> str:
 
 def hardware(runs: Sequence[Run]) -> str:
     """Machine, versions and command of each run, as its journal begins."""
+    if not any(run.entries("start", "resume") for run in runs):
+        return ""
     parts = []
     for run in runs:
         started = run.entries("start", "resume")

@@ -128,7 +128,9 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        found = self.recipe.get("settings")
+        """Of the recipe; a run of `rankgrad.fit` has none, and its journal has the settings of the training loop."""
+        start = next(iter(self.entries("start")), {})
+        found = self.recipe.get("settings") or start.get("settings")
         return found if isinstance(found, Mapping) else {}
 
     @property
@@ -179,11 +181,16 @@ def _read(folder: Path, name: str) -> Run:
         found = _evaluation(place, problems)
         if found is not None:
             evaluations[found.key] = found
+    journal = _journal(parts[1], problems) if parts[1].exists() else []
+    # a run of `rankgrad.fit` has no recipe, a test of embeddings has neither, and a shared model has no journal
+    if not journal and parts[0].exists() and not (folder / "manifest.json").exists():
+        _is_there(parts[1], problems)
+    has_recipe = any("recipe" in entry for entry in journal if entry["kind"] == "start")
     return Run(
         folder=folder,
         name=name,
-        recipe=_json(parts[0], problems) or {},
-        journal=_journal(parts[1], problems),
+        recipe=_json(parts[0], problems, wanted=has_recipe) or {},
+        journal=journal,
         evaluations=evaluations,
         best=_json(folder / "checkpoints" / "best.json", problems, wanted=False),
         data=_json(folder / "data.json", problems, wanted=False) or {},
