@@ -10,7 +10,9 @@ benchmarks/results that `rankgrad study` wrote:
     {{ least FILE GROUP METRIC }}            the smallest mean of a group
     {{ most FILE GROUP METRIC }}             the largest one
     {{ values FILE LABEL METRIC }}           of every seed
+    {{ tried FILE METRIC }}                  what was tried on validation classes, and what it gave
     {{ curves FILE GROUP METRIC TITLE }}     a picture of FILE-curves.csv
+    {{ if FILE }} ... {{ end }}              only where the file exists; {{ if FILE GROUP }}: and has runs of the group
 """
 
 import argparse
@@ -29,6 +31,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS, TEMPLATE, PAGE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "evidence.md", ROOT / "docs" / "evidence.md"
 NOTICE = "<!-- made by `python -m benchmarks.evidence` from benchmarks/evidence.md: change that file -->\n"
 FIELD = re.compile(r"\{\{ (.+?) \}\}")
+# without another condition inside
+CONDITION = re.compile(r"\{\{ if ([^}]+) \}\}\n((?:(?!\{\{ if ).)*?)\{\{ end \}\}\n", re.DOTALL)
 
 Row = Mapping[str, str]
 
@@ -60,6 +64,8 @@ def page(template: str, evidence: "Evidence") -> str:
         except (KeyError, OSError, TypeError, statistics.StatisticsError) as error:
             raise ValueError(f"{match[0]}: {error!r}") from error
 
+    while CONDITION.search(template):
+        template = CONDITION.sub(lambda match: match[2] if evidence.has(*shlex.split(match[1])) else "", template)
     return NOTICE + FIELD.sub(fill, template)
 
 
@@ -83,16 +89,23 @@ class Evidence:
             "least": self.least,
             "most": self.most,
             "values": self.values,
+            "tried": self.tried,
             "curves": self.curves,
         }
+
+    def has(self, file: str, group: str = "") -> bool:
+        """Whether there is such a file, with runs of the group."""
+        exists = (self.results / f"{file}.csv").is_file()
+        return exists and (not group or any(row["group"] == group for row in self.rows(file)))
 
     def rows(self, file: str) -> list[Row]:
         """The lines of a file that are results: of runs that chose settings only where there are no others."""
         if file not in self._files:
             with (self.results / f"{file}.csv").open(newline="", encoding="utf-8") as opened:
                 rows: list[Row] = list(csv.DictReader(opened))
-            self._files[file] = [row for row in rows if row["split"] == "test"] or rows
-        return self._files[file]
+            self._files[file] = rows
+        rows = self._files[file]
+        return [row for row in rows if row["split"] == "test"] or rows
 
     def table(self, file: str, group: str, metrics: str) -> str:
         """Mean and deviation of each label, with the interval where there is one."""
@@ -125,6 +138,16 @@ class Evidence:
         """Those of all seeds."""
         rows = self._of(file, label)
         return ", ".join(f"{100 * float(row[metric]):.1f}" for row in rows)
+
+    def tried(self, file: str, metric: str) -> str:
+        """A line per label: its runs on validation classes, each with what it changed."""
+        self.rows(file)
+        found: dict[str, dict[str, str]] = {}
+        for row in self._files[file]:
+            if row["split"] == "validation":
+                found.setdefault(row["label"], {})[row["changes"]] = f"{100 * float(row[metric]):.1f}"
+        cells = [[label, "; ".join(f"{text}: {value}" for text, value in runs.items())] for label, runs in found.items()]
+        return markdown_table(["loss", f"settings and validation {metric}"], cells)
 
     def curves(self, file: str, group: str, metric: str, title: str) -> str:
         """The link to a picture, which is drawn."""
