@@ -5,13 +5,15 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lowest lint format trials release-check
+.PHONY: help demo docs figures test test-lowest lint format trials release-check
 
 help:
 	@echo "make demo           train on the built-in glyphs with several losses and compare them (minutes, no download)"
 	@echo "make test           lint, types, all tests"
 	@echo "make test-lowest    tests of the core and of training with the lowest versions that pyproject.toml permits"
 	@echo "make lint           lint and types only"
+	@echo "make docs           build the site into docs/_build/html, without a network if there is none; a warning is an error"
+	@echo "make figures        compute and draw the pictures of the site again (minutes)"
 	@echo "make format         let ruff rewrite what it can"
 	@echo "make release-check  build wheel and sdist, check them, install the wheel in a new environment and use it, then test-lowest"
 	@echo "make trials         kill and resume 50 runs and 18 of two processes, 1,200 cases of bad input, 10 minutes of training watched for leaks"
@@ -46,6 +48,13 @@ test-lowest: $(LOWEST)/.installed
 	ONEDNN_MAX_CPU_ISA=AVX2 $(LOWEST)/bin/python -m pytest -W ignore::DeprecationWarning -W ignore::FutureWarning \
 		tests/ops tests/losses tests/eval tests/train tests/models \
 		tests/test_device.py tests/test_files.py tests/test_messages.py tests/test_oracle.py tests/test_public_names.py
+
+docs: $(INSTALLED)
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
+figures: $(INSTALLED)
+	$(BIN)/rankgrad figures --format png --width 1280 --out docs/figures
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

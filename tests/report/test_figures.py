@@ -14,7 +14,17 @@ from matplotlib.text import Text
 
 from rankgrad.cli.show_commands import figures as draw_figures
 from rankgrad.report import figures
-from rankgrad.report.figures import batch_bias, bins, landscape, margin, style, surrogate
+from rankgrad.report.figures import (
+    batch_bias,
+    before_after,
+    bins,
+    landscape,
+    learning_curve,
+    margin,
+    style,
+    surrogate,
+    virtual_examples,
+)
 from rankgrad.report.figures import pictures as pictures_module
 
 THEMES = {"light": style.LIGHT, "dark": style.DARK}
@@ -238,6 +248,42 @@ def test_training_is_a_function_of_its_seed_and_teaches_something():
     assert bins.quality(points @ weights, labels)[0] > 2 * bins.quality(points, labels)[0]
 
 
+def test_the_stand_ins_are_their_definitions():
+    points, labels = gaussian_classes(6, 3, noise=1.0)
+    unit = torch.nn.functional.normalize(points)
+    scores = (unit @ unit.t()).tolist()
+    gaps, shares = [], []
+    for q, x in itertools.permutations(range(len(labels)), 2):
+        if labels[q] != labels[x]:
+            continue
+        others = [z for z in range(len(labels)) if labels[z] != labels[q]]
+        gaps += [learning_curve.MARGIN - scores[q][x] + scores[q][z] for z in others]
+        weights = [np.exp(scores[q][z] / learning_curve.TEMPERATURE) for z in range(len(labels)) if z != q]
+        shares.append(np.exp(scores[q][x] / learning_curve.TEMPERATURE) / sum(weights))
+    violated = [gap for gap in gaps if gap > 0]
+    assert float(learning_curve.triplet(points, labels)) == pytest.approx(np.mean(violated), rel=1e-5)
+    assert float(learning_curve.supervised_contrastive(points, labels)) == pytest.approx(-np.mean(np.log(shares)), rel=1e-5)
+
+
+def test_virtual_examples_lie_between_two_of_their_class():
+    numbers = virtual_examples.compute()
+    for place, label in zip(numbers.virtual, numbers.virtual_labels, strict=True):
+        own = numbers.points[numbers.labels == label]
+        beside = [abs(np.linalg.det(np.stack([place - a, b - a]))) for a, b in itertools.combinations(own, 2)]
+        assert min(beside) < 1e-9
+        assert np.linalg.norm(place) < 1
+    assert numbers.with_virtual[numbers.sizes.index(4)] == 10
+    assert numbers.loss_with_virtual != numbers.loss
+
+
+def test_neighbours_are_marked_by_their_character(numbers):
+    retrieved = numbers["before-after"]
+    assert retrieved.pictures.shape[:3] == (2, before_after.QUERIES, 1 + before_after.NEIGHBOURS)
+    assert np.array_equal(retrieved.pictures[0, :, 0], retrieved.pictures[1, :, 0])  # the same queries
+    assert retrieved.relevant.shape == (2, before_after.QUERIES, before_after.NEIGHBOURS)
+    assert 0 < retrieved.recall_at_1[0] < 0.5
+
+
 def test_components_are_whitened_axes_of_the_training_drawings(monkeypatch):
     from rankgrad.data.glyphs import Glyphs
 
@@ -259,7 +305,7 @@ def numbers(surface, collapse):
     points, labels = gaussian_classes(1300, 8, noise=1.1)
     split = (points, labels)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (batch_bias, bins):
+        for module in (batch_bias, bins, learning_curve):
             patch.setattr(module, "glyph_components", lambda: (split, split))
         return {
             "rambo-landscape": surface,
@@ -267,6 +313,9 @@ def numbers(surface, collapse):
             "margin-collapse": collapse,
             "recall-surrogate": surrogate.compute(),
             "fastap-bins": bins.compute(bins=(1, 5, 10, 50, 400), steps=3, seeds=2, test_classes=20),
+            "learning-curve": learning_curve.compute(rates=(1e-3,), steps=4, every=2, seeds=2, test_classes=20),
+            "simix": virtual_examples.compute(),
+            "before-after": before_after.compute(steps=1),
         }
 
 
@@ -348,7 +397,7 @@ def test_the_command_writes_pictures_captions_and_numbers(tmp_path, capsys):
     for name in names:
         assert (folder / f"{name}.svg").read_text(encoding="utf-8").count("<path") > 50
         assert (folder / f"{name}.txt").read_text(encoding="utf-8").strip() == written[name]["caption"]
-        assert "After figure" in written[name]["caption"]
+        assert len(written[name]["caption"]) > 200
     assert written["fastap-bins"]["numbers"]["bins"] == [1, 5, 10, 50, 400]
 
 

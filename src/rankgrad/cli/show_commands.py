@@ -194,7 +194,7 @@ def figures(arguments: Sequence[str]) -> int:
         began = time.perf_counter()
         numbers = picture.compute()
         path = options.out / f"{name}{ending}.{options.format}"
-        save(picture.draw(numbers, theme), path, theme)
+        save(picture.draw(numbers, theme), path, theme, width=options.width)
         text = picture.caption(numbers)
         (options.out / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
         entry = {"shows": picture.shows, "caption": text, "numbers": pictures.as_json(numbers)}
@@ -209,7 +209,7 @@ def _figure_options(arguments: Sequence[str]) -> argparse.Namespace:
 
     parser = Parser(
         "rankgrad figures",
-        "Compute and draw the papers' figures, each with its caption, and write the numbers that were drawn.",
+        "Compute and draw the papers' figures and some of our own, each with its caption and its numbers.",
         epilog="pictures:\n"
         + table(["name", "shows"], [(name, picture.shows) for name, picture in PICTURES.items()], indent="  "),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -218,6 +218,7 @@ def _figure_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("names", metavar="NAME", nargs="*", help="pictures to draw [all]")
     add("--out", type=Path, default=Path("figures"), metavar="DIR", help="folder to write to [%(default)s]")
     add("--format", choices=("svg", "png"), default="svg", help="file format, %(choices)s [%(default)s]")
+    add("--width", type=int, default=1920, metavar="PIXELS", help="of a png [%(default)s]")
     add("--dark", action="store_true", help="draw on a dark background, as NAME-dark")
     options = parser.parse(arguments)
     for name in options.names:

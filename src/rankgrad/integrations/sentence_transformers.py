@@ -14,6 +14,7 @@ Install sentence-transformers 6 or later: pip install 'rankgrad[sentence-transfo
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,20 +160,22 @@ class CachedRankLoss(CachedLossMixin, RankLoss):
 
 def class_balanced(per_class: int = 4) -> Callable[..., DefaultBatchSampler]:
     """A `batch_sampler` for the training arguments: `per_class` texts of each class in a batch, no text twice in an epoch."""
+    # checkpoints pickle the training arguments, so it cannot be a function inside this one
+    return partial(_class_balanced_sampler, per_class=per_class)
 
-    def sampler(
-        dataset: Any,
-        batch_size: int,
-        drop_last: bool,
-        valid_label_columns: Sequence[str] | None = None,
-        generator: torch.Generator | None = None,
-        seed: int = 0,
-    ) -> DefaultBatchSampler:
-        return _ClassBalanced(
-            dataset, batch_size, drop_last, list(valid_label_columns or ()), generator, seed, per_class=per_class
-        )
 
-    return sampler
+def _class_balanced_sampler(
+    dataset: Any,
+    batch_size: int,
+    drop_last: bool,
+    valid_label_columns: Sequence[str] | None = None,
+    generator: torch.Generator | None = None,
+    seed: int = 0,
+    *,
+    per_class: int,
+) -> DefaultBatchSampler:
+    columns = list(valid_label_columns or ())
+    return _ClassBalanced(dataset, batch_size, drop_last, columns, generator, seed, per_class=per_class)
 
 
 class _ClassBalanced(DefaultBatchSampler):

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from rankgrad.report.figures import batch_bias, bins, landscape, margin, surrogate
+from rankgrad.report.figures import (
+    batch_bias,
+    before_after,
+    bins,
+    landscape,
+    learning_curve,
+    margin,
+    surrogate,
+    virtual_examples,
+)
 from rankgrad.report.figures.style import Theme
 
 
@@ -41,6 +50,18 @@ PICTURES: Mapping[str, Picture] = {
         surrogate.caption,
     ),
     "fastap-bins": Picture("the trade-off over the number of bins (FastAP, figure 4)", bins.compute, bins.draw, bins.caption),
+    "learning-curve": Picture(
+        "rank losses against stand-ins on the same network",
+        learning_curve.compute,
+        learning_curve.draw,
+        learning_curve.caption,
+    ),
+    "simix": Picture(
+        "the virtual examples of SiMix", virtual_examples.compute, virtual_examples.draw, virtual_examples.caption
+    ),
+    "before-after": Picture(
+        "retrieved pictures before and after training", before_after.compute, before_after.draw, before_after.caption
+    ),
 }
 
 
@@ -52,6 +73,6 @@ def as_json(numbers: Any) -> dict[str, Any]:
             return [plain(each) for each in value]
         if isinstance(value, (float, np.floating)):
             return float(f"{value:.5g}")
-        return value.item() if isinstance(value, np.integer) else value
+        return value.item() if isinstance(value, np.generic) else value
 
     return {field.name: plain(getattr(numbers, field.name)) for field in dataclasses.fields(numbers)}

@@ -1,0 +1,192 @@
+"""Pages that are made from the code when the site is built: the API, the recipes, the notebook."""
+
+import csv
+import importlib
+import inspect
+import shutil
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+import rankgrad as rg
+from rankgrad.detection.detection_recipe import DetectionRecipe
+from rankgrad.ops.rankers import Ranker
+from rankgrad.recipes.catalogue import RECIPES
+from rankgrad.runs.recipe import Published, Recipe, format_value
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+# modules whose public names have a section, with its title; the names of `rankgrad` itself come before
+SECTIONS = {
+    "rankgrad.data.samplers": "Batch samplers",
+    "rankgrad.data.category_samplers": "Batch samplers of categories",
+    "rankgrad.models": "Models",
+    "rankgrad.eval": "Evaluation, in detail",
+    "rankgrad.search": "Search",
+    "rankgrad.detection": "Detection",
+    "rankgrad.integrations.sentence_transformers": "sentence-transformers",
+    "rankgrad.integrations.pytorch_metric_learning": "pytorch-metric-learning",
+    "rankgrad.integrations.lightning": "Lightning",
+    "rankgrad.integrations.hugging_face": "Hugging Face",
+    "rankgrad.integrations.trackers": "Experiment trackers",
+}
+DATA_TITLES = {
+    "sop": "Stanford Online Products",
+    "inshop": "In-Shop Clothes",
+    "vehicleid": "VehicleID",
+    "inat": "iNaturalist",
+    "cub": "CUB-200",
+    "cars": "Cars196",
+    "gldv1": "Google Landmarks, tested on Oxford and Paris",
+    "omniglot": "Omniglot",
+    "glyphs": "Glyphs, built in",
+    "folder": "Your own images",
+    "voc": "Pascal VOC, detection",
+    "shapes": "Drawn shapes, built in, detection",
+}
+
+
+def write(folder: Path) -> None:
+    """Write every page whose content changed."""
+    folder.mkdir(exist_ok=True)
+    _replace(folder / "api.rst", api_page())
+    _replace(folder / "recipes.md", recipes_page())
+    shutil.copy2(ROOT / "examples" / "glyphs.ipynb", folder / "glyphs.ipynb")
+
+
+def _replace(path: Path, text: str) -> None:
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def api_page() -> str:
+    """Every public name, in sections."""
+    parts = ["API reference", "=============", "", "``import rankgrad as rg``", ""]
+    for title, names in _own_names().items():
+        parts += _section(title, "rankgrad", names)
+    for name, title in SECTIONS.items():
+        module = importlib.import_module(name)
+        own = {id(getattr(rg, each)) for each in rg.__all__}
+        parts += _section(title, name, [each for each in _public(module) if id(getattr(module, each)) not in own])
+    return "\n".join(parts)
+
+
+def _own_names() -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {
+        title: [] for title in ("Losses", "Rankers", "Objectives", "Relevance", "Training", "Evaluation", "Trained models")
+    }
+    for name in rg.__all__:
+        value = getattr(rg, name)
+        groups[_title_of(value)].append(name)
+    return groups
+
+
+def _title_of(value: object) -> str:
+    package = getattr(value, "__module__", "").split(".")[1:2]
+    is_class = inspect.isclass(value)
+    if is_class and issubclass(value, Ranker):  # type: ignore[arg-type]
+        return "Rankers"
+    if package == ["losses"]:
+        return "Losses" if not is_class or issubclass(value, nn.Module) else "Objectives"  # type: ignore[arg-type]
+    titles = {"ops": "Relevance", "train": "Training", "eval": "Evaluation"}
+    if value is rg.Ranks:
+        return "Objectives"
+    return titles.get(package[0] if package else "", "Trained models")
+
+
+def _public(module: ModuleType) -> list[str]:
+    if hasattr(module, "__all__"):
+        return [name for name in module.__all__ if callable(getattr(module, name)) and not _is_alias(getattr(module, name))]
+    own = (name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__)
+    return [name for name in own if not name.startswith("_") and callable(getattr(module, name))]
+
+
+def _is_alias(value: object) -> bool:
+    """`Literal[...]`, which is callable and documents nothing."""
+    return not (inspect.isclass(value) or inspect.isfunction(value))
+
+
+def _section(title: str, module: str, names: Sequence[str]) -> list[str]:
+    parts = [title, "-" * len(title), ""]
+    if module != "rankgrad":
+        parts += [f"``{module}``", ""]
+    parts += [f".. currentmodule:: {module}", "", ".. autosummary::", "", *(f"   {name}" for name in names), ""]
+    for name in names:
+        value = getattr(importlib.import_module(module), name)
+        if inspect.isclass(value):
+            parts += [f".. autoclass:: {name}", "   :members:", ""]
+        else:
+            parts += [f".. autofunction:: {name}", ""]
+    return parts
+
+
+def recipes_page() -> str:
+    """The catalogue as tables, a section for each data set."""
+    by_data: dict[str, list[Recipe]] = {}
+    for recipe in RECIPES.values():
+        kind = "voc" if isinstance(recipe, DetectionRecipe) and recipe.name.startswith("voc") else recipe.data_set
+        by_data.setdefault(kind, []).append(recipe)
+    parts = []
+    for data_set, recipes in by_data.items():
+        parts += [f"## {DATA_TITLES.get(data_set, data_set)}", "", *_table(recipes), ""]
+    return "\n".join(parts)
+
+
+def _table(recipes: Sequence[Recipe]) -> Iterator[str]:
+    rows = [(recipe, _published(recipe), _measured(recipe)) for recipe in recipes]
+    columns = ["recipe", "what", *(["published"] if any(row[1] for row in rows) else [])]
+    columns += ["measured here"] if any(row[2] for row in rows) else []
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{' --- |' * len(columns)}"
+    for recipe, published, measured in rows:
+        cells = [f"`{recipe.name}`", _escape(recipe.what)]
+        cells += [published] if "published" in columns else []
+        cells += [measured] if "measured here" in columns else []
+        yield f"| {' | '.join(cells)} |"
+
+
+def _published(recipe: Recipe) -> str:
+    shown = [number for number in recipe.published if not number.split.startswith("mean")] or list(recipe.published)
+    if not shown:
+        return ""
+    return _escape(f"{', '.join(map(_number, shown[:4]))} ({shown[0].source})")
+
+
+def _number(number: Published) -> str:
+    split = "" if number.split == "test" else f" {number.split}"
+    return f"{number.metric}{split} {'diverged' if number.value is None else f'{number.value:.1f}'}"
+
+
+def _measured(recipe: Recipe) -> str:
+    """Mean and deviation of the runs whose changed settings are all the recipe's own."""
+    shown = "AP50" if isinstance(recipe, DetectionRecipe) else "R@1"
+    for path in sorted(RESULTS.glob("*.csv")):
+        names = path.stem.removeprefix("detection-").split("-")
+        if not recipe.name.startswith(f"{names[0]}-"):
+            continue
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row.get("split") == "test" and _fits(recipe, row)]
+        rows = [row for row in rows if row["group"] == rows[0]["group"]]
+        values = [100 * float(row[shown]) for row in rows]
+        if values:
+            spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+            return f"[{shown} {statistics.fmean(values):.1f}{spread}](../benchmarks/results/{path.name})"
+    return ""
+
+
+def _fits(recipe: Recipe, row: dict[str, str]) -> bool:
+    changes = dict(change.split("=", 1) for change in row.get("changes", "").split())
+    same = (name for name, text in changes.items() if text in (str(getattr(recipe, name, None)), _formatted(recipe, name)))
+    return "loss" in changes and len(list(same)) == len(changes)
+
+
+def _formatted(recipe: Recipe, name: str) -> str:
+    return format_value(getattr(recipe, name, ""))
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|")
