@@ -6,14 +6,15 @@ Both memories are part of `state_dict`, so a resumed run ranks against the same 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankgrad._checks import check_count, shape_of
 from rankgrad.losses.rank_loss import RankLoss
+from rankgrad.ops.compiled import CompilableLoss
 from rankgrad.ops.relevance import Relevance
 
 
-class _Memory(nn.Module):
+class _Memory(CompilableLoss):
     """Pairs of tensors of the last `size` calls, oldest first. Calls in evaluation mode are not remembered."""
 
     def __init__(self, loss: RankLoss, size: int) -> None:
@@ -60,6 +61,9 @@ class EmbeddingMemory(_Memory):
     """
 
     def forward(self, embeddings: Tensor, labels: Tensor | Relevance, *, weights: Tensor | None = None) -> Tensor:
+        if torch.compiler.is_compiling():
+            others, one_value = {"labels": labels, "weights": weights}, self.loss.reduction == "mean"
+            return self.compiled_call("forward", {"embeddings": embeddings}, others, one_value=one_value)
         if self.past:
             self_index = torch.arange(len(embeddings), device=embeddings.device)
             relevance, *references = self._lengthened(embeddings, labels)

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankgrad._checks import check_batch, check_choice, check_references, check_scores, check_tensor, shape_of
 from rankgrad.losses.temperature import Temperature
 from rankgrad.ops.autograd import Objective
+from rankgrad.ops.compiled import CompilableLoss
 from rankgrad.ops.cuda_graphs import GraphCache
 from rankgrad.ops.functional import (
     BACKENDS,
@@ -27,7 +28,7 @@ from rankgrad.ops.relevance import Labels, Mask, Relevance, RelevanceInput
 from rankgrad.ops.score_groups import Groups
 
 
-class RankLoss(nn.Module):
+class RankLoss(CompilableLoss):
     """A differentiable rank metric: `ranker` makes ranks of scores, `objective` makes a loss of ranks.
 
         loss = RankLoss(Sigmoid(0.01), AveragePrecision())
@@ -150,6 +151,11 @@ class RankLoss(nn.Module):
                 own candidate.
             weights: [Q] of at least 0, weigh the queries in the mean.
         """
+        if torch.compiler.is_compiling():
+            inputs = {"embeddings": embeddings, "ref_emb": ref_emb}
+            others = {"labels": labels, "ref_labels": ref_labels, "self_index": self_index, "weights": weights}
+            others["relevance"] = relevance
+            return self.compiled_call("forward", inputs, others, one_value=self.reduction == "mean")
         given = self.checked_relevance(embeddings, labels, ref_emb, ref_labels, self_index, weights, relevance)
         return self.of_embeddings(embeddings, ref_emb, given, weights=weights)
 
@@ -229,6 +235,10 @@ class RankLoss(nn.Module):
             group_sizes: [Q] lengths of lists that follow each other in `scores` [N], as in LightGBM; they add up to N.
             weights: [Q] of the lists in the mean, at least 0.
         """
+        if torch.compiler.is_compiling():
+            sizes = None if group_sizes is None else torch.as_tensor(group_sizes)
+            others = {"relevance": relevance, "candidates": candidates, "group_sizes": sizes, "weights": weights}
+            return self.compiled_call("from_scores", {"scores": scores}, others, one_value=self.reduction == "mean")
         caller, lists = f"{self.name}.from_scores", None
         if group_sizes is not None:
             check_tensor(scores, name="scores", caller=caller)

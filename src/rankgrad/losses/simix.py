@@ -3,11 +3,12 @@
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankgrad._checks import check_embeddings, check_labels, check_weights
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.recall import RecallAtK, RecallAtKLoss
+from rankgrad.ops.compiled import CompilableLoss
 from rankgrad.ops.functional import Mixture
 from rankgrad.ops.relevance import Labels, Relevance
 
@@ -15,7 +16,7 @@ PAPER_KS = (1, 2, 4, 8, 16)
 PAPER_KS_WITH_SIMIX = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
 
 
-class SiMix(nn.Module):
+class SiMix(CompilableLoss):
     """`loss` on the batch and on a virtual example alpha x + (1 - alpha) z for every pair x, z of one class (eq. 8-10).
 
     A virtual example has the class of its pair, is a query and a candidate like any other, and is not normalised again, so
@@ -50,6 +51,9 @@ class SiMix(nn.Module):
 
     def forward(self, embeddings: Tensor, labels: Tensor | Relevance, *, weights: Tensor | None = None) -> Tensor:
         """Loss of embeddings [N, d] with labels [N]; a virtual example has the weight alpha w_x + (1 - alpha) w_z."""
+        if torch.compiler.is_compiling():
+            others, one_value = {"labels": labels, "weights": weights}, self.loss.reduction == "mean"
+            return self.compiled_call("forward", {"embeddings": embeddings}, others, one_value=one_value)
         mixture, relevance = self._mixed(embeddings, labels, None)
         mixed_weights = self._mixed_weights(weights, mixture, len(embeddings))
         return self.loss.of_embeddings(embeddings, None, relevance, mixture=mixture, weights=mixed_weights)

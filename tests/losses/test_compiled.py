@@ -1,0 +1,109 @@
+"""Losses inside torch.compile: one graph, the value and gradients of the eager call."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rankgrad as rg
+
+GENERATOR = torch.Generator().manual_seed(0)
+IMAGES, LABELS = torch.randn(12, 7, generator=GENERATOR), torch.arange(12) % 4
+WEIGHTS = torch.rand(12, generator=GENERATOR)
+
+LOSSES = {
+    "recall_at_k": rg.RecallAtKLoss,
+    "fastap": rg.FastAPLoss,
+    "rambo": lambda: rg.RamboAPLoss(lam=2.0),
+    "sup_ap, learned tau": lambda: rg.SupAPLoss(0.1, learn_tau=True),
+    "simix": lambda: rg.SiMix(rg.SmoothAPLoss()),
+    "memory": lambda: rg.EmbeddingMemory(rg.SmoothAPLoss(), 2),
+    "proxies": lambda: rg.CalibratedRankLoss(rg.SmoothAPLoss(), rg.ProxySoftmax(4, 5)),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 5))
+
+
+def run(step, model, loss) -> list[Tensor]:
+    """Values and gradients of two steps, so that a memory has something to remember."""
+    found = []
+    for number in range(2):
+        torch.manual_seed(number)
+        value = step(IMAGES + number)
+        (3 * value).backward()
+        found += [value.detach(), *(p.grad.clone() for p in (*model.parameters(), *loss.parameters()))]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_whole_graph_with_the_values_of_eager_calls(name, backend):
+    model = network()
+    loss = LOSSES[name]()
+    other_model, other_loss = copy.deepcopy(model), copy.deepcopy(loss)
+    compiled = torch.compile(lambda images: loss(model(images), LABELS), fullgraph=True, backend=backend)
+    found = run(compiled, model, loss)
+    wanted = run(lambda images: other_loss(other_model(images), LABELS), other_model, other_loss)
+    torch.testing.assert_close(found, wanted)
+    assert loss.used_queries == other_loss.used_queries
+    assert any(gradient.abs().max() > 1e-4 for gradient in wanted[1:])
+
+
+def test_references_weights_and_given_scores():
+    model, loss, score_loss = network(), rg.SmoothAPLoss(0.1), rg.ApproxNDCGLoss()
+    self_index = torch.arange(12)
+
+    def step(images: Tensor) -> Tensor:
+        embeddings = model(images)
+        value = loss(embeddings, LABELS, embeddings, LABELS, self_index=self_index, weights=WEIGHTS)
+        scores = embeddings[:, 0].sin()
+        return value + score_loss.from_scores(scores, LABELS % 3, group_sizes=[5, 7]) + 0 * embeddings.sum()
+
+    found = run(torch.compile(step, fullgraph=True, backend="aot_eager"), model, loss)
+    model = network()
+    torch.testing.assert_close(found, run(step, model, loss))
+
+
+def test_without_a_gradient_none_is_computed():
+    model, loss = network(), rg.SmoothAPLoss()
+    compiled = torch.compile(lambda images: loss(model(images), LABELS), fullgraph=True, backend="aot_eager")
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            value = compiled(IMAGES)
+        assert not value.requires_grad
+        torch.testing.assert_close(value, loss(model(IMAGES), LABELS).detach())
+
+
+def test_a_copy_is_called_as_itself():
+    loss = rg.SmoothAPLoss(0.1)
+    other = copy.copy(loss)
+    other.objective = rg.LogRecall()
+    model = network()
+    both = torch.compile(lambda x: (loss(model(x), LABELS), other(model(x), LABELS)), fullgraph=True, backend="eager")
+    torch.testing.assert_close(both(IMAGES), (loss(model(IMAGES), LABELS), other(model(IMAGES), LABELS)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler's own, where a graph breaks
+@pytest.mark.parametrize("pairs", [False, True], ids=["one loss per query", "pairs"])
+def test_what_the_operator_does_not_take_breaks_the_graph_once(pairs):
+    model, loss = network(), rg.SmoothAPLoss(reduction="mean" if pairs else "none")
+    relevance = rg.Pairs(torch.arange(6), torch.arange(6, 12)) if pairs else LABELS
+
+    def step(images: Tensor) -> Tensor:
+        return loss(model(images), relevance).square().mean()
+
+    explained = torch._dynamo.explain(step)(IMAGES)
+    assert (explained.graph_count, explained.graph_break_count) == (2, 1), explained.break_reasons
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(step, backend="eager")(IMAGES), step(IMAGES))
