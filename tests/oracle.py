@@ -49,6 +49,7 @@ def count_ahead(scores: Tensor, gains: Tensor, ahead: Callable[[Tensor], Tensor]
     return Entries(torch.stack(ranks), torch.stack(positive_ranks), one, gains[relevant], gains[relevant])
 
 
+@dataclass(frozen=True)
 class Exact:
     """Of tied candidates irrelevant ones are ahead, then relevant ones by index."""
 

@@ -416,8 +416,11 @@ class FusedEmbeddingScores:
         )
         orders, others = (pairs.query_order, pairs.candidate_order), (self.candidates, self.queries)
         grads = []
+        parts = 2 if self.precision == "high" else 1  # what the low parts contributed stands beside
         for found, product, order, other in zip(sums, self.products, orders, others, strict=True):
-            found.addcmul_(product[: len(found)], 1 / (self.gradient_scale * other.scale))
+            rows, d = found.shape
+            whole = product[:rows].view(rows, parts, -1)[:, :, :d].sum(dim=1)
+            found.addcmul_(whole, 1 / (self.gradient_scale * other.scale))
             grads.append(torch.empty_like(found).index_copy_(0, order, found))
         return (grads[0].add_(grads[1]),) if self.one_base else tuple(grads)
 
