@@ -22,6 +22,7 @@ from rankgrad.runs.pipeline import TrialResult
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.retrieval_task import RetrievalTask
 from rankgrad.runs.task import RunContext
+from rankgrad.train.errors import NotFiniteError, TrainingError
 
 CPU = torch.device("cpu")
 RECIPE = find("omniglot-recall-at-k")
@@ -307,6 +308,44 @@ def test_open_settings_are_chosen_on_validation_classes_one_after_another(tree, 
     assert len(curve) == 8
     again, same = run_choosing(tmp_path, monkeypatch, tree)
     assert (again, same) == ([], table)
+
+
+def test_a_setting_with_which_training_diverges_is_not_chosen(tree, tmp_path, monkeypatch):
+    class Diverging(PeakedTraining):
+        def __call__(self, task, folder, **options):
+            if task.recipe.lr >= 8e-3 and task.recipe.bins != 10:
+                raise TrainingError("stopped") from NotFiniteError("the loss of step 3 is nan", "")
+            return super().__call__(task, folder, **options)
+
+    monkeypatch.setattr(trials, "train_and_evaluate", Diverging())
+    task = RetrievalTask(CHOOSING.base, RunContext(tree("omniglot"), CPU))
+    changes = {"partial": True, "batch_size": 12}
+    table = study.run_study(CHOOSING, task, (0, 1), tmp_path, changes=changes)
+    assert re.search(r"^\| both .* lr=0\.008 bins=10 \|", table, re.MULTILINE)
+    monkeypatch.setattr(trials, "train_and_evaluate", Diverging())
+    table = study.run_study(CHOOSING, task, (0, 1), tmp_path / "b", changes={**changes, "bins": 20}, only="fixed")
+    assert re.search(r"^\| fixed +\| 2 diverged \|", table, re.MULTILINE)
+    with (tmp_path / "b" / "choosing.csv").open(newline="") as file:
+        assert [row["seed"] for row in csv.DictReader(file)] == ["0", "1"]
+
+    def broken(*_, **options):
+        raise TrainingError("the disk is full")
+
+    monkeypatch.setattr(trials, "train_and_evaluate", broken)
+    with pytest.raises(TrainingError, match="disk"):
+        study.run_study(CHOOSING, task, (0,), tmp_path / "c", changes=changes)
+
+
+def test_a_sweep_does_not_choose_what_diverges(tmp_path, monkeypatch):
+    class Diverging(FakeTraining):
+        def __call__(self, task, folder, **options):
+            if task.recipe.lr == 0.2 and task.recipe.seed == 1:
+                raise TrainingError("stopped") from NotFiniteError("the loss of step 3 is nan", "")
+            return super().__call__(task, folder, **options)
+
+    found = run_sweep(tmp_path, Diverging(), monkeypatch)
+    assert found.chosen == {"lr": 0.3}
+    assert re.search(r"\| lr=0\.2 +\| 70\.0, 1 diverged \|", found.report())
 
 
 def test_the_command_line_decides_what_a_study_would_choose(tree, tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ class Entry:
         seconds: of the whole run.
         intervals: 95% confidence intervals of some metrics.
         curve: metrics over the course of training, each with its `epoch`.
+        problem: why there are no metrics, for a run that diverged.
     """
 
     key: str
@@ -42,6 +43,7 @@ class Entry:
     seconds: float
     intervals: Mapping[str, Sequence[float]] = field(default_factory=dict)
     curve: Sequence[Mapping[str, float]] = field(default_factory=list)
+    problem: str = ""
 
 
 def key_of(recipe: Recipe, split: str) -> str:
@@ -91,7 +93,12 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
 
 
 def percentages(entries: Sequence[Entry], metric: str) -> str:
-    """Mean of a metric in percent, with the standard deviation if there are several runs."""
+    """Mean of a metric in percent, with the standard deviation if there are several runs, and how many diverged."""
+    diverged = [entry for entry in entries if entry.problem]
+    if diverged:
+        entries = [entry for entry in entries if not entry.problem]
+        rest = f"{percentages(entries, metric)}, " if entries else ""
+        return f"{rest}{len(diverged)} diverged"
     mean, deviation = mean_and_deviation([entry.metrics[metric] for entry in entries])
     return f"{100 * mean:.1f} ± {100 * deviation:.1f}" if len(entries) > 1 else f"{100 * mean:.1f}"
 

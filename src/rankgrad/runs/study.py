@@ -233,7 +233,7 @@ def _select(
                 changes=tried,
             )
             line.validated.append(entry)
-            scores[value] = entry.metrics[selection.metric]
+            scores[value] = -math.inf if entry.problem else entry.metrics[selection.metric]
             if not waiting:
                 further = grid.beyond(max(scores, key=scores.__getitem__), list(scores))
                 waiting += [] if further is None else [further]

@@ -5,6 +5,7 @@ The test classes play no part in the selection. Data is read and decoded once fo
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +48,7 @@ class SweepResult:
         metrics = [self.metric, *(name for name in ("mAP", "mAP@R") if name != self.metric)]
         rows = []
         for changes, entries in self.validated:
-            known = [name for name in metrics if all(name in entry.metrics for entry in entries)]
+            known = [name for name in metrics if all(entry.problem or name in entry.metrics for entry in entries)]
             mark = " *" if changes == self.chosen else ""
             rows.append([label_of(changes) + mark, *(percentages(entries, name) if name in known else "" for name in metrics)])
         splits: dict[str, list[Entry]] = {}
@@ -126,10 +127,10 @@ def run_sweep(
             for seed in seeds
             for entry in _entries(task.with_recipe(replace(variant, seed=seed)).for_selection(), changes, trials, VALIDATION)
         )
-        if metric not in entries[0].metrics:
+        if not entries[0].problem and metric not in entries[0].metrics:
             raise ValueError(f"--metric must be one of {', '.join(entries[0].metrics)}, got {metric!r}")
         validated.append((changes, entries))
-    chosen, _ = max(validated, key=lambda pair: mean_and_deviation([entry.metrics[metric] for entry in pair[1]])[0])
+    chosen, _ = max(validated, key=lambda pair: _mean_without_divergence(pair[1], metric))
     final = replace(recipe, validation="none").with_settings(chosen)
     tested = tuple(
         entry
@@ -139,6 +140,13 @@ def run_sweep(
     found = SweepResult(chosen, tuple(validated), tested, metric)
     _write(found, recipe, folder)
     return found
+
+
+def _mean_without_divergence(entries: Sequence[Entry], metric: str) -> float:
+    """The mean over the seeds; a setting with which any of them diverges is worse than all others."""
+    if any(entry.problem for entry in entries):
+        return -math.inf
+    return mean_and_deviation([entry.metrics[metric] for entry in entries])[0]
 
 
 def _entries(task: RetrievalTask, changes: Mapping[str, Any], trials: Trials, group: str) -> list[Entry]:

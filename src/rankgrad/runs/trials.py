@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rankgrad.runs.ledger import Entry, Ledger, key_of
-from rankgrad.runs.pipeline import train_and_evaluate
+from rankgrad.runs.pipeline import TrialResult, train_and_evaluate
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import Task
+from rankgrad.train.errors import NotFiniteError, TrainingError
 
 
 class OutOfTimeError(Exception):
@@ -78,15 +79,24 @@ class Trials:
         self._check_time(kind)
         print(f"{title}, seed {recipe.seed}", flush=True)
         run = RunFolder(self.folder / "runs" / (name or keys[splits[0]]))
-        result = train_and_evaluate(
-            task,
-            run,
-            splits=splits,
-            save=self.save,
-            watch=bool(watched_metrics),
-            checkpoints=self.checkpoints != "none",
-            debug=self.debug,
-        )
+        problem = ""
+        try:
+            result = train_and_evaluate(
+                task,
+                run,
+                splits=splits,
+                save=self.save,
+                watch=bool(watched_metrics),
+                checkpoints=self.checkpoints != "none",
+                debug=self.debug,
+            )
+        except TrainingError as error:
+            # a setting with which training diverges is a result; anything else stops the study
+            if not isinstance(error.__cause__, NotFiniteError):
+                raise
+            problem = error.__cause__.fact
+            print(f"diverged: {problem}", flush=True)
+            result = TrialResult({split: {} for split in splits}, 0.0)
         self._seconds[kind] = result.seconds
         entries = []
         for split in splits:
@@ -105,6 +115,7 @@ class Trials:
                     {"epoch": epoch, **{metric: metrics[metric] for metric in watched_metrics}}
                     for epoch, metrics in result.curves.get(split, ())
                 ],
+                problem,
             )
             self.ledger.add(entry)
             entries.append(entry)
