@@ -73,8 +73,9 @@ def later_runs(rows: Iterable[Row], texts: int, batch: int, batches: Sequence[in
                 found.append(replace(base, stage="cached", mini_batch=batch // 4))
             if name in BY_BATCH:
                 found += [_resized(base, size) for size in batches]
-    order = {"loss": 0, "cached": 1, "batch": 2}
-    return sorted(found, key=lambda run: (order[run.stage], run.split, run.data, run.seed))
+    # a study that is cut short has the most telling runs
+    order = [("loss", "disjoint"), ("batch", "disjoint"), ("loss", "published"), ("cached", "disjoint")]
+    return sorted(found, key=lambda run: (order.index((run.stage, run.split)), run.seed, run.data))
 
 
 def _resized(base: Run, size: int) -> Run:

@@ -38,6 +38,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--checkpoint", choices=("best", "last"), help="which weights [best where there is one, else last]")
     given = parser.parse(arguments)
     model = load(given.run, "cpu", checkpoint=given.checkpoint)
+    if model.tokenizer is not None:
+        raise ValueError(
+            f"{given.run} is a run on texts, and cards are of image models: write it for sentence-transformers with "
+            f"`rankgrad export {given.run}`"
+        )
     onnx = given.onnx and given.out is not None
     if onnx and not can_write_onnx():
         print("note: model.onnx is left out: it needs the search extra, pip install 'rankgrad[search]'", file=sys.stderr)

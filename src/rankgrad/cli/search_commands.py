@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,6 +19,7 @@ from rankgrad.search.trained_model import TrainedModel, load
 
 if TYPE_CHECKING:
     from rankgrad.search.gallery import Gallery
+    from rankgrad.search.searcher import Searcher
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
@@ -25,7 +27,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 def main_embed(arguments: Sequence[str]) -> int:
     """`rankgrad embed RUN IMAGES --out DIR`."""
     from rankgrad.search.gallery_writer import embed_images
-    from rankgrad.search.image_lists import ImageList, images_at, manifest_of_images, split_of_data_set
+    from rankgrad.search.image_lists import ImageList, images_at, manifest_of_images, split_of_data_set, texts_of_file
 
     parser = Parser("rankgrad embed", "Embed images with a trained run. Writes embeddings.npy and a list of the images.")
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
@@ -34,12 +36,13 @@ def main_embed(arguments: Sequence[str]) -> int:
         metavar="IMAGES",
         type=Path,
         nargs="?",
-        help="a folder, with its subfolders, an image, or a CSV file with a column path",
+        help="a folder, with its subfolders, an image, or a CSV file with a column path; a file of texts for a text run",
     )
     parser.add_argument("--data", metavar="NAME:DIR", help="a data set in place of IMAGES, such as sop:DIR")
     parser.add_argument("--split", metavar="NAME", default="test", help="split of the data set [test]")
     parser.add_argument("--partial", action="store_true", help="accept an incomplete copy of the data set")
     parser.add_argument("--image-root", metavar="DIR", type=Path, help="folder of the images that a CSV file lists")
+    parser.add_argument("--text-column", metavar="NAME", help="column of the texts [that of the run]")
     parser.add_argument("--out", metavar="DIR", type=Path, help="a new folder [RUN/embeddings/NAME of the images]")
     parser.add_argument("--ids", choices=("parquet", "csv"), default="parquet", help="format of the list of images [parquet]")
     parser.add_argument("--skip-bad", action="store_true", help="list images that cannot be read and skip them")
@@ -60,9 +63,13 @@ def main_embed(arguments: Sequence[str]) -> int:
             partial=given.partial,
             split_seed=None if seed == "alphabetical" else seed,
             image_root=given.image_root,
+            columns=model.recipe.columns,
         )
         for note in notes:
             print(f"note: {note}", flush=True)
+    elif model.tokenizer is not None:
+        columns = model.recipe.columns
+        images = texts_of_file(given.images, replace(columns, text=given.text_column) if given.text_column else columns)
     elif given.images.suffix.lower() == ".csv":
         images = manifest_of_images(given.images, given.image_root)
     else:
@@ -103,7 +110,9 @@ def main_search(arguments: Sequence[str]) -> int:
     from rankgrad.search.searcher import Searcher
 
     parser = Parser("rankgrad search", "Find the images of a gallery that are nearest to an image, or to each of several.")
-    parser.add_argument("images", metavar="IMAGE", type=Path, nargs="+", help="images to search with, or folders of them")
+    parser.add_argument(
+        "images", metavar="IMAGE", nargs="+", help="images to search with, or folders of them; for a gallery of texts, texts"
+    )
     parser.add_argument("--index", metavar="DIR", type=Path, required=True, help="folder of the index, or of embeddings alone")
     parser.add_argument("--run", metavar="RUN", type=Path, help="folder of the run [the one that made the embeddings]")
     parser.add_argument("-k", metavar="N", type=int, default=10, help="number of results [10]")
@@ -113,16 +122,17 @@ def main_search(arguments: Sequence[str]) -> int:
     given = parser.parse(arguments)
     if given.k < 1:
         parser.error(f"-k must be at least 1, got {given.k}")
-    images = images_at(given.images).table
     searcher = Searcher.open(given.index, exact=given.exact)
+    of_texts = searcher.gallery.images.table.texts is not None
+    images = None if of_texts else images_at([Path(place) for place in given.images]).table
     model = _load_for(searcher.gallery, given)
-    files = [images.file(row) for row in range(len(images))]
+    files = list(given.images) if images is None else [images.file(row) for row in range(len(images))]
     rows = [
-        [str(query), str(rank), f"{hit.score:.4f}", hit.label or "-", str(hit.path)]
+        [str(query), str(rank), f"{hit.score:.4f}", hit.label or "-", hit.text or str(hit.path)]
         for query, hits in zip(files, model.search(files, searcher, given.k), strict=True)
         for rank, hit in enumerate(hits, 1)
     ]
-    header = ["query", "rank", "score", "label", "path"]
+    header = ["query", "rank", "score", "label", "text" if of_texts else "path"]
     if given.out is not None:
         _write_csv(given.out, header, rows)
         print(f"Wrote {plural(len(rows), 'result')} of {plural(len(files), 'query', 'queries')} to {given.out}")
@@ -140,7 +150,7 @@ def main_predict(arguments: Sequence[str]) -> int:
 
     parser = Parser("rankgrad predict", "Label images by their nearest neighbours in a gallery, as CSV.")
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
-    parser.add_argument("images", metavar="IMAGES", type=Path, nargs="+", help="images, or folders of them")
+    parser.add_argument("images", metavar="IMAGES", type=Path, nargs="+", help="images, or folders of them; a file of texts")
     parser.add_argument(
         "--gallery", metavar="EMB", type=Path, required=True, help="folder of embedded images with labels, or of their index"
     )
@@ -153,11 +163,13 @@ def main_predict(arguments: Sequence[str]) -> int:
     for name, value in (("-k", given.k), ("--workers", given.workers)):
         if value is not None and value < 1:
             parser.error(f"{name} must be at least 1, got {value}")
-    images = images_at(given.images).table
     searcher = Searcher.open(given.gallery, exact=given.exact)
     gallery = searcher.gallery
     model = _load_for(gallery, given)
     gallery.check_fits(model)
+    if model.tokenizer is not None:
+        return _predict_texts(model, searcher, given)
+    images = images_at(given.images).table
     files = [images.file(row).absolute() for row in range(len(images))]
     root = gallery.images.table.root.absolute()
     rows = {path: row for row, path in enumerate(gallery.images.table.paths)}
@@ -167,13 +179,33 @@ def main_predict(arguments: Sequence[str]) -> int:
         [str(path), each.label, f"{each.agreement:.3f}", f"{each.score:.4f}", str(gallery.images.table.file(each.nearest))]
         for path, each in zip(files, predictions, strict=True)
     ]
-    header = ["path", "label", "agreement", "score", "nearest"]
-    if given.out is None:
+    _give_labels(given.out, ["path", "label", "agreement", "score", "nearest"], content, "image")
+    return 0
+
+
+def _predict_texts(model: TrainedModel, searcher: "Searcher", given: argparse.Namespace) -> int:
+    """Labels of the texts of a file, those of the gallery itself without their own vote."""
+    from rankgrad.search.image_lists import texts_of_file
+    from rankgrad.search.prediction import predict_labels
+
+    texts = [text for place in given.images for text in texts_of_file(place, model.recipe.columns).table.texts or ()]
+    known = searcher.gallery.images.table.texts or ()
+    rows = {text: row for row, text in enumerate(known)}
+    predictions = predict_labels(searcher, model.embed_texts(texts), given.k, exclude=[rows.get(text, -1) for text in texts])
+    content = [
+        [text, each.label, f"{each.agreement:.3f}", f"{each.score:.4f}", known[each.nearest]]
+        for text, each in zip(texts, predictions, strict=True)
+    ]
+    _give_labels(given.out, ["text", "label", "agreement", "score", "nearest"], content, "text")
+    return 0
+
+
+def _give_labels(out: Path | None, header: list[str], content: list[list[str]], noun: str) -> None:
+    if out is None:
         csv.writer(sys.stdout, lineterminator="\n").writerows([header, *([printable(cell) for cell in row] for row in content)])
     else:
-        _write_csv(given.out, header, content)
-        print(f"Wrote the labels of {plural(len(content), 'image')} to {given.out}")
-    return 0
+        _write_csv(out, header, content)
+        print(f"Wrote the labels of {plural(len(content), noun)} to {out}")
 
 
 def _write_csv(path: Path, header: list[str], rows: list[list[str]]) -> None:
@@ -185,14 +217,27 @@ def _write_csv(path: Path, header: list[str], rows: list[list[str]]) -> None:
 def main_export(arguments: Sequence[str]) -> int:
     """`rankgrad export RUN --format onnx`."""
     from rankgrad.search.export import FILES, export_model
+    from rankgrad.search.text_export import FORMAT, export_sentence_encoder
 
     parser = Parser("rankgrad export", "Write the model of a run for use elsewhere, and check what was written.")
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
-    parser.add_argument("--format", choices=tuple(FILES), action="append", help="of the file; may be repeated [safetensors]")
+    parser.add_argument(
+        "--format",
+        choices=(*FILES, FORMAT),
+        action="append",
+        help=f"of the file; may be repeated [safetensors; for a run on texts {FORMAT}]",
+    )
     parser.add_argument("--out", metavar="DIR", type=Path, help="where to write [RUN/export]")
     _add_model(parser, device=False)
     given = parser.parse(arguments)
     model = _load(given.run, given)
+    if model.tokenizer is not None or FORMAT in (given.format or ()):
+        if set(given.format or (FORMAT,)) != {FORMAT}:
+            raise ValueError(f"--format: a run on texts is written as {FORMAT}, and only such a run")
+        out = given.out or given.run / "export" / FORMAT
+        error = export_sentence_encoder(model, out)
+        print(f"{out}: embeddings within {error:.1e} of the model's" if error == error else f"{out}: not compared")
+        return 0
     for kind in given.format or ("safetensors",):
         exported = export_model(model, kind, given.out or given.run / "export")
         size = exported.path.stat().st_size / 1e6
@@ -236,7 +281,8 @@ def main_serve(arguments: Sequence[str]) -> int:
         )
     shown = f"[{given.host}]" if ":" in given.host else given.host
     print(
-        f"http://{shown}:{listening.getsockname()[1]}/ searches {len(searcher.gallery):,} images; press Ctrl-C to stop",
+        f"http://{shown}:{listening.getsockname()[1]}/ searches "
+        f"{plural(len(searcher.gallery), searcher.gallery.images.table.noun)}; press Ctrl-C to stop",
         flush=True,
     )
     config = uvicorn.Config(

@@ -164,16 +164,19 @@ def steps_after_training(run: "RunFolder", task: "Task") -> list[tuple[str, str]
     if task.name != RETRIEVAL:
         return [(f"rankgrad detect report {folder} OTHER_RUN", "compare with another run, as one page")]
     data, name = task.context.data, task.recipe.data_set
-    gallery = shlex.quote(str(run.path / "embeddings" / "images"))
+    noun = "texts" if task.recipe.is_text else "images"
+    gallery = shlex.quote(str(run.path / "embeddings" / noun))
     if data is None:
         images = f"--data {name}"
     else:
-        images = shlex.quote(str(data)) if name in ("folder", "csv") else f"--data {shlex.quote(f'{name}:{data}')}"
+        images = shlex.quote(str(data)) if name in ("folder", "csv", "texts") else f"--data {shlex.quote(f'{name}:{data}')}"
     return [
-        (f"rankgrad report {folder}", "learning curves, retrieved images and confusions, as one page"),
-        (f"rankgrad embed {folder} {images} --out {gallery}", "embed these images, or any others"),
-        (f"rankgrad serve {folder} --index {gallery}", "search them by image in a browser"),
-        (
+        (f"rankgrad report {folder}", f"learning curves, retrieved {noun} and confusions, as one page"),
+        (f"rankgrad embed {folder} {images} --out {gallery}", f"embed these {noun}, or any others"),
+        (f"rankgrad serve {folder} --index {gallery}", f"search them by {noun.removesuffix('s')} in a browser"),
+        (f"rankgrad export {folder}", "a folder for sentence-transformers")
+        if task.recipe.is_text
+        else (
             f"rankgrad card {folder} --out {shlex.quote(f'{run.path.name}-model')}",
             "a folder to share: weights, model card, ONNX",
         ),

@@ -18,6 +18,9 @@ from rankgrad.cli.embedding_command import add_embedding_files, evaluate_embeddi
 from rankgrad.cli.launch import launch, without_flag
 from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named
 from rankgrad.cli.show_commands import next_steps, steps_after_training
+from rankgrad.data.readers import own_data_set
+from rankgrad.data.readers.records import column_names
+from rankgrad.models import is_text_folder
 from rankgrad.recipes.catalogue import TASKS, TaskKind, find, recipes_of, task_of
 from rankgrad.runs.recipe import Recipe, flag_of
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
@@ -28,6 +31,7 @@ from rankgrad.train.processes import SILENCE_LIMIT, Processes, join, launched
 from rankgrad.train.sharding import Parallel
 
 CHECKPOINTS = ("best", "last", "untrained")
+COLUMN_SETTINGS = ("text_column", "label_column", "pair_columns", "image_column")
 
 
 def detect(arguments: Sequence[str]) -> int:
@@ -356,8 +360,10 @@ def _chosen_recipe(parser: Parser, kind: TaskKind, given: argparse.Namespace, ch
     if not name:
         parser.error(f"name the recipe; `{kind.command} recipes` lists them")
     recipe = find(name, kind.recipe)
-    if name == kind.default and "data_set" not in changes and _is_csv(given.data):
-        recipe = replace(recipe, data_set="csv")
+    if isinstance(recipe, RetrievalRecipe) and not given.recipe and "data_set" not in changes and given.data is not None:
+        recipe = _recipe_for(given.data, recipe, changes)
+    if is_text_folder(changes.get("trunk", "")):
+        changes["trunk"] = str(Path(changes["trunk"]).expanduser().resolve())
     weights = changes.get("weights")
     if isinstance(weights, str) and weights not in ("none", "default"):
         # a run may be resumed from another folder
@@ -367,5 +373,11 @@ def _chosen_recipe(parser: Parser, kind: TaskKind, given: argparse.Namespace, ch
     return recipe.debug_version(has_data=given.data is not None).with_settings(changes) if given.debug else recipe
 
 
-def _is_csv(data: Path | None) -> bool:
-    return data is not None and (data.suffix.lower() == ".csv" or (data / "dataset.csv").is_file())
+def _recipe_for(data: Path, recipe: RetrievalRecipe, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe for a user's own data: what the columns of its file say, or else that the trunk is a sentence encoder."""
+    data = data.expanduser()
+    columns = replace(recipe, **{name: changes[name] for name in COLUMN_SETTINGS if name in changes}).columns
+    found = "texts" if is_text_folder(changes.get("trunk", "")) else own_data_set(data, columns)
+    if found == "texts":
+        return find("own-pairs" if columns.are_pairs(column_names(data)) else "own-texts")
+    return replace(recipe, data_set=found)

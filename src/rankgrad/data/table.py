@@ -82,12 +82,12 @@ class GroundTruth:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The images of one split and what is known about each.
+    """The images, or texts, of one split and what is known about each.
 
     Attributes:
         name: data set and split, "sop/train".
         root: folder that `paths` are relative to.
-        paths: [N] files, or names if the images are in `pixels`.
+        paths: [N] files, or names if the items are in `pixels` or `texts`.
         labels: [N] int64, the class of each image: any integers, -1 for an image without a class.
         categories: [N] int64, positions in `category_names`, -1 for unlabelled. A property of the image: a class may
             have images in several.
@@ -97,6 +97,7 @@ class Table:
         is_gallery: [N] bool.
         boxes: [N, 4] float x1, y1, x2, y2 in pixels, the part of the file that is the image; nan for all of it.
         pixels: [N, H, W] or [N, H, W, 3] uint8, the images themselves where there are no files.
+        texts: [N] the texts themselves, where the items are texts and not images.
         ground_truth: the relevant images of each query, where labels do not say it.
     """
 
@@ -111,6 +112,7 @@ class Table:
     is_gallery: NDArray[np.bool_] | None = None
     boxes: NDArray[np.float64] | None = None
     pixels: NDArray[np.uint8] | None = None
+    texts: tuple[str, ...] | None = None
     ground_truth: GroundTruth | None = None
 
     def __post_init__(self) -> None:
@@ -149,6 +151,8 @@ class Table:
                 raise ValueError(f"Table {self.name}: {name} must have shape {shape} for {items} paths, got {array.shape}")
         if self.pixels is not None:
             self._check_pixels(self.pixels)
+        if self.texts is not None and len(self.texts) != items:
+            raise ValueError(f"Table {self.name}: texts must be one per path, {items}, got {len(self.texts)}")
 
     def _check_pixels(self, pixels: NDArray[np.uint8]) -> None:
         if pixels.dtype != np.uint8:
@@ -175,6 +179,11 @@ class Table:
     def __len__(self) -> int:
         return len(self.paths)
 
+    @property
+    def noun(self) -> str:
+        """What its rows are, for messages: "image" or "text"."""
+        return "image" if self.texts is None else "text"
+
     @cached_property
     def num_classes(self) -> int:
         """Number of distinct labels, not counting -1."""
@@ -188,6 +197,8 @@ class Table:
         """The file of row `i`."""
         if self.pixels is not None:
             raise ValueError(f"Table {self.name}: its images are not files, use pixels[{i}]")
+        if self.texts is not None:
+            raise ValueError(f"Table {self.name}: its items are texts and not files, use texts[{i}]")
         return self.root / self.paths[i]
 
     @cached_property
@@ -218,6 +229,7 @@ class Table:
             is_gallery=None if self.is_gallery is None else self.is_gallery[rows],
             boxes=None if self.boxes is None else self.boxes[rows],
             pixels=None if self.pixels is None else self.pixels[rows],
+            texts=None if self.texts is None else tuple(self.texts[row] for row in rows.tolist()),
             ground_truth=self._selected_truth(rows),
         )
 
@@ -242,7 +254,7 @@ class Table:
     def fingerprint(self) -> str:
         """A digest of all that decides a result: paths, file sizes, labels, categories, boxes, query and gallery marks.
 
-        Equal on every machine and for any `root`. A missing file has no size; images that are pixels count by content.
+        Equal on every machine and for any `root`. A missing file has no size; pixels and texts count by content.
         """
         digest = hashlib.blake2b(digest_size=16)
         for name in ("labels", "categories", "is_query", "is_gallery", "boxes", "pixels"):
@@ -250,8 +262,8 @@ class Table:
             digest.update(f"{name} {None if array is None else array.shape}\n".encode())
             if array is not None:
                 digest.update(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes())
-        for path, size in zip(self.paths, self.file_sizes, strict=True):
-            digest.update(f"{path}\0{size}\n".encode())
+        for path, content in zip(self.paths, self.texts or self.file_sizes, strict=True):
+            digest.update(f"{path}\0{content}\n".encode())
         if self.ground_truth is not None:
             for lists in (self.ground_truth.easy, self.ground_truth.hard, self.ground_truth.junk):
                 digest.update(repr([positions.tolist() for positions in lists]).encode())

@@ -1,4 +1,4 @@
-"""Images to unit embeddings: trunks, pooling, the linear layer, parameter groups, whitening.
+"""Images, or texts, to unit embeddings: trunks, pooling, the linear layer, parameter groups, whitening.
 
     model = build_model(ModelSpec(trunk="resnet50", weights="default", dim=512), seed=0)
     model(images)                                       # [B, 3, H, W] of 0..255 -> [B, 512], rows of length 1
@@ -10,6 +10,7 @@ torchvision and timm are imported when one of their trunks is built: pip install
 
 from rankgrad.models.embedder import BatchNorm, Embedder, ModelSpec, Pixels, Pool, build_model, embed_multiscale
 from rankgrad.models.param_groups import parameter_groups
+from rankgrad.models.text_trunks import TextTokenizer, is_text_folder
 from rankgrad.models.trunks import trunk_names, trust_factory
 from rankgrad.models.whitening import Whitening, initialise_head, learn_whitening
 
@@ -19,10 +20,12 @@ __all__ = [
     "ModelSpec",
     "Pixels",
     "Pool",
+    "TextTokenizer",
     "Whitening",
     "build_model",
     "embed_multiscale",
     "initialise_head",
+    "is_text_folder",
     "learn_whitening",
     "parameter_groups",
     "trunk_names",

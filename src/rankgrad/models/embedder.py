@@ -16,12 +16,14 @@ from rankgrad._checks import check_choice, check_count, check_positive, check_te
 from rankgrad._device import autocast_disabled
 from rankgrad.models.frozen_norm import use_frozen_norm
 from rankgrad.models.pooling import First, GeM, Maximum, Mean
+from rankgrad.models.text_trunks import build_text_trunk
 from rankgrad.models.trunks import IMAGENET_MEAN, IMAGENET_STD, Trunk, build_trunk
 from rankgrad.models.weights import load_weights, read_weights
 
 Pool: TypeAlias = Literal["auto", "gem", "avg", "max", "cls"]
 BatchNorm: TypeAlias = Literal["frozen", "fixed", "live"]
 Pixels: TypeAlias = Literal["native", "imagenet"]
+Inputs: TypeAlias = Literal["images", "texts"]
 
 SCALES = (1.0, math.sqrt(2.0), math.sqrt(0.5))
 
@@ -47,6 +49,8 @@ class ModelSpec:
             the ordinary layer. Frozen suits pretrained weights; a trunk trained from scratch learns better "live".
         pixels: "native" normalises pixels as the trunk was trained, "imagenet" with the mean and standard deviation of
             ImageNet whatever the trunk is: RS@k did so for its ViTs.
+        inputs: "texts" takes `trunk` as a sentence encoder: the folder of a model of transformers or sentence-transformers,
+            or a name on the Hugging Face Hub.
     """
 
     trunk: str = "resnet50"
@@ -59,6 +63,7 @@ class ModelSpec:
     dim: int = 512
     batch_norm: BatchNorm = "frozen"
     pixels: Pixels = "native"
+    inputs: Inputs = "images"
 
     def __post_init__(self) -> None:
         for name in ("trunk", "weights"):
@@ -68,6 +73,7 @@ class ModelSpec:
         check_choice(self.pool, get_args(Pool), name="pool", caller="ModelSpec")
         check_choice(self.batch_norm, get_args(BatchNorm), name="batch_norm", caller="ModelSpec")
         check_choice(self.pixels, get_args(Pixels), name="pixels", caller="ModelSpec")
+        check_choice(self.inputs, get_args(Inputs), name="inputs", caller="ModelSpec")
         check_positive(self.gem_p, name="gem_p", caller="ModelSpec")
         check_count(self.dim, name="dim", caller="ModelSpec", least=0)
         if self.layer_norm and self.l2_pooled:
@@ -108,7 +114,8 @@ class Embedder(nn.Module):
     """Images [B, 3, H, W], uint8 or float with values 0..255 -> unit embeddings [B, dim] in float32.
 
     It normalises pixels itself and repeats a single grey channel. Pixels in 0..1 are not detected and give poor embeddings.
-    `train()` keeps the batch-norm mode of the spec.
+    `train()` keeps the batch-norm mode of the spec. That of a sentence encoder takes token numbers {"input_ids",
+    "attention_mask"} [B, T] in place of images.
 
     Attributes:
         spec: what it was built from, with `pool` resolved.
@@ -131,9 +138,10 @@ class Embedder(nn.Module):
         self.trunk, self.head = trunk.body, Head(spec, trunk.channels)
         self._tokens, self._channels_last = trunk.tokens, trunk.channels_last
         self._prefix = 0 if spec.pool == "cls" else trunk.prefix
-        mean, std = (IMAGENET_MEAN, IMAGENET_STD) if spec.pixels == "imagenet" else (trunk.mean, trunk.std)
-        self.register_buffer("pixel_mean", 255 * torch.tensor(mean).view(3, 1, 1))
-        self.register_buffer("pixel_std", 255 * torch.tensor(std).view(3, 1, 1))
+        if spec.inputs == "images":
+            mean, std = (IMAGENET_MEAN, IMAGENET_STD) if spec.pixels == "imagenet" else (trunk.mean, trunk.std)
+            self.register_buffer("pixel_mean", 255 * torch.tensor(mean).view(3, 1, 1))
+            self.register_buffer("pixel_std", 255 * torch.tensor(std).view(3, 1, 1))
         if spec.batch_norm != "live":
             for layer in _batch_norms(self.trunk):
                 use_frozen_norm(layer)
@@ -151,7 +159,7 @@ class Embedder(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """[B, channels, positions], a position being a cell of the feature map or a token."""
-        features: Tensor = self.trunk(self.normalised(images))
+        features: Tensor = self.trunk(self.normalised(images) if self.spec.inputs == "images" else images)
         if features.ndim == 2:
             return features[:, :, None]
         if self._tokens:
@@ -183,7 +191,8 @@ def build_model(spec: ModelSpec, *, seed: int | None = None) -> Embedder:
         seed: of the random weights; torch's generator keeps its state. None draws from that generator.
     """
     with contextlib.nullcontext() if seed is None else _seeded(seed):
-        trunk = build_trunk(spec.trunk, pretrained=spec.weights == "default")
+        build = build_trunk if spec.inputs == "images" else build_text_trunk
+        trunk = build(spec.trunk, pretrained=spec.weights == "default")
         model = Embedder(spec, trunk)
     if spec.weights not in ("none", "default"):
         load_weights(trunk, model.head, read_weights(Path(spec.weights).expanduser()))

@@ -59,7 +59,8 @@ TASKS: Mapping[str, TaskKind] = {
         RetrievalRecipe,
         "rankgrad",
         "rankgrad.runs.retrieval_task:RetrievalTask",
-        data="where the images are: a folder, or a CSV file that lists them",
+        data="your images: a folder, or a CSV file that lists them; your texts: a .csv, .jsonl or .parquet file; or a folder "
+        "of `datasets.save_to_disk` with either",
         default="own-images",
         distributed=True,
     ),

@@ -1,4 +1,4 @@
-"""Recipes that are not a row of a paper: the built-in glyphs and shapes, Omniglot, small cars, blood cells, a user's images."""
+"""Recipes that are not a row of a paper: built-in glyphs and shapes, Omniglot, small cars, blood cells, a user's own data."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,14 @@ CARS_NOTE = (
 OWN_NOTE = (
     "The default of `rankgrad train --data DIR`. The batch is as large as the classes allow, 4,000 images at most, and goes "
     "through the network in chunks that fit in memory."
+)
+TEXT_NOTE = (
+    "The default of `rankgrad train --data FILE` for a .csv, .jsonl or .parquet file with the columns text and label. The "
+    "encoder is downloaded once; without a network give the folder of one: --trunk FOLDER."
+)
+PAIR_NOTE = (
+    "The default for the columns anchor and positive. An anchor ranks the positives of the batch, its own are relevant; it "
+    "is tested as a query among the positives of the test pairs."
 )
 DRAWINGS = RetrievalRecipe(
     name="drawings",
@@ -103,7 +111,30 @@ OWN_IMAGES = RetrievalRecipe(
     warmup=1.0,
     epochs=30,
 )
-
+OWN_TEXTS = RetrievalRecipe(
+    name="own-texts",
+    what="texts of your own: text and label",
+    notes=(TEXT_NOTE,),
+    data_set="texts",
+    loss="recall-at-k",
+    batch_size=0,
+    per_class=4,
+    chunk_size="auto",
+    trunk="sentence-transformers/all-MiniLM-L6-v2",
+    # the embedding of the encoder itself, which is of use before any training
+    layer_norm=False,
+    dim=0,
+    optimizer="adamw",
+    lr=1e-4,
+    weight_decay=1e-2,
+    decay_norms=False,
+    schedule="cosine",
+    warmup=1.0,
+    epochs=10,
+)
+OWN_PAIRS = replace(
+    OWN_TEXTS, name="own-pairs", what="texts of your own: pairs that belong together", notes=(PAIR_NOTE,), per_class=2
+)
 
 SHAPES = DetectionRecipe(
     name="shapes",
@@ -169,4 +200,4 @@ def recipes() -> list[Recipe]:
         for base in (SHAPES, CELLS)
         for short, loss, title in DETECTION_LOSSES
     ]
-    return [*retrieval, CARS_SMALL, OWN_IMAGES, *detection]
+    return [*retrieval, CARS_SMALL, OWN_IMAGES, OWN_TEXTS, OWN_PAIRS, *detection]

@@ -12,6 +12,8 @@ from rankgrad.data.image_cache import open_images
 from rankgrad.data.image_store import ImageBuffer, OnDemandImages
 from rankgrad.data.readers import READERS, DataSet, read
 from rankgrad.data.table import Table, halves
+from rankgrad.data.text_batches import TokenizedTexts
+from rankgrad.models import TextTokenizer
 from rankgrad.runs.data_identity import DataIdentity
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.task import RunContext
@@ -24,7 +26,7 @@ WITH_DISTRACTORS = "+r1m"
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A split with its images.
+    """A split with its images, or texts.
 
     Attributes:
         images: of all rows of the table.
@@ -32,7 +34,7 @@ class Split:
         rows: those that are selected, None for all.
     """
 
-    images: ImageBuffer | OnDemandImages
+    images: ImageBuffer | OnDemandImages | TokenizedTexts
     table: Table
     rows: NDArray[np.int64] | None = None
 
@@ -63,7 +65,7 @@ class DataCache:
     def data_set(self, recipe: RetrievalRecipe, name: str | None = None) -> DataSet:
         """The data set `name`, by default the one that the recipe trains on."""
         name = name or recipe.data_set
-        key = (name, recipe.partial, bool(recipe.test_on), recipe.split_seed, recipe.image_root)
+        key = (name, recipe.partial, bool(recipe.test_on), recipe.split_seed, recipe.image_root, recipe.columns)
         if key not in self._data_sets:
             found = read(
                 name,
@@ -71,6 +73,7 @@ class DataCache:
                 partial=recipe.partial,
                 split_seed=None if recipe.split_seed == "alphabetical" else recipe.split_seed,
                 image_root=Path(recipe.image_root) if recipe.image_root else None,
+                columns=recipe.columns,
             )
             self._data_sets[key] = found
         return self._data_sets[key]
@@ -99,6 +102,7 @@ class DataCache:
             recipe.partial,
             recipe.split_seed,
             recipe.image_root,
+            recipe.columns,
             recipe.classes,
             recipe.images_per_class,
         )
@@ -115,6 +119,8 @@ class DataCache:
             recipe.partial,
             recipe.split_seed,
             recipe.image_root,
+            recipe.columns,
+            (recipe.trunk, recipe.max_length) if recipe.is_text else None,
             recipe.skip_bad,
             recipe.classes,
             recipe.images_per_class,
@@ -127,6 +133,8 @@ class DataCache:
         return self._splits[key]
 
     def _open(self, recipe: RetrievalRecipe, table: Table) -> Split:
+        if table.texts is not None:
+            return Split(TokenizedTexts(table.texts, TextTokenizer(recipe.trunk, recipe.max_length)), table)
         square = recipe.aspect == "square"
         if recipe.decode == "always":
             return Split(
@@ -184,6 +192,8 @@ def identity_of(table: Table) -> DataIdentity:
 
     def details(row: int) -> str:
         marks = "".join(str(int(flags[row])) for flags in (table.is_query, table.is_gallery) if flags is not None)
+        if table.texts is not None:
+            return f"{zlib.crc32(table.texts[row].encode()):08x} {marks}"
         if table.pixels is not None:
             return f"{zlib.crc32(table.pixels[row].tobytes()):08x} {marks}"
         return f"{table.file_sizes[row] or 'missing'} {marks}"

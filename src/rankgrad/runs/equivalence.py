@@ -1,6 +1,7 @@
 """Whether several processes compute the loss, gradients and metrics of one, on a small batch of a recipe in float64."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.runs.data_cache import Split
 from rankgrad.runs.retrieval_batches import SubsetSampler
 from rankgrad.runs.retrieval_task import RetrievalTask
+from rankgrad.train.batch_tree import select_rows
 from rankgrad.train.large_batch import LargeBatch
 from rankgrad.train.processes import ALONE, Processes
 from rankgrad.train.sharding import check_batch_norm_is_synchronised, full_tensors, wrap_model
@@ -97,16 +99,18 @@ def compare_processes(task: RetrievalTask, *, images: int) -> Equivalence:
     )
 
 
-def _batch(task: RetrievalTask, images: int) -> tuple[Tensor, Tensor]:
+def _batch(task: RetrievalTask, images: int) -> tuple[Any, Tensor]:
     """The first images of the recipe's first batch, a few of each class, all of them on every process."""
-    small = replace(task.recipe, size=min(task.recipe.size, LARGEST_SIDE), stored_side=0)
+    small = task.recipe
+    if not small.is_text:
+        small = replace(small, size=min(small.size, LARGEST_SIDE), stored_side=0)
     alone = RetrievalTask(small, replace(task.context, processes=ALONE), task.data)
     split, _ = task.data.training(small)
     rows = _few_of_each(next(iter(alone.make_batches().sampler)), split, images)
     batches = alone.make_batches()
     batches.sampler = SubsetSampler(Sequential(len(rows), len(rows)), rows)
-    batch = next(batches.iterate(0))
-    return batch.images.double(), batch.labels
+    _, _, inputs, labels = next(batches.iterate(0))
+    return inputs.double() if isinstance(inputs, Tensor) else inputs, labels
 
 
 def _few_of_each(batch: list[int], split: Split, images: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
@@ -119,7 +123,7 @@ def _few_of_each(batch: list[int], split: Split, images: int) -> "np.ndarray[tup
     return rows[chosen]
 
 
-def _compute(task: RetrievalTask, pixels: Tensor, labels: Tensor, processes: Processes) -> _Computed:
+def _compute(task: RetrievalTask, inputs: Any, labels: Tensor, processes: Processes) -> _Computed:
     recipe, context = task.recipe, task.context
     plain = task.make_model(pretrained=False).double()
     if context.processes.size > 1:
@@ -135,10 +139,10 @@ def _compute(task: RetrievalTask, pixels: Tensor, labels: Tensor, processes: Pro
     step = LargeBatch(model, wrapped, chunk, keep=1, processes=processes)
     torch.manual_seed(recipe.seed)
     if recipe.memory:
-        step(pixels[own].flip(3), labels[own])  # fills the memory
+        step(inputs[own].flip(3) if isinstance(inputs, Tensor) else select_rows(inputs, own), labels[own])  # fills the memory
         model.zero_grad(set_to_none=True)
         torch.manual_seed(recipe.seed)
-    value = step(pixels[own], labels[own])
+    value = step(select_rows(inputs, own), labels[own])
     gradients = {
         name.removeprefix("module."): full_tensors(parameter.grad).detach().clone()
         for name, parameter in model.named_parameters()

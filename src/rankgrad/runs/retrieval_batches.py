@@ -13,6 +13,7 @@ from rankgrad.data.image_batches import ImageBatches
 from rankgrad.data.preprocessing import Augment
 from rankgrad.data.samplers import BatchSampler, ClassBalanced, Sequential, WholeClass, class_sizes
 from rankgrad.data.table import Table
+from rankgrad.data.text_batches import TextBatches, TokenizedTexts
 from rankgrad.runs.data_cache import Split
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.task import RunContext
@@ -93,20 +94,26 @@ def fitting_batch(recipe: RetrievalRecipe, table: Table) -> int:
     return CategoryHard.largest_batch(table.labels, table.categories, recipe.per_class or None)
 
 
-def training_batches(recipe: RetrievalRecipe, split: Split, context: RunContext) -> ImageBatches:
+def training_batches(recipe: RetrievalRecipe, split: Split, context: RunContext) -> ImageBatches | TextBatches:
     """Batches on the device, unless they would fill it: then chunks are moved there one by one."""
     sampler = make_sampler(recipe, split.selected)
+    sampler = sampler if split.rows is None else SubsetSampler(sampler, split.rows)
+    shard = (context.processes.rank, context.processes.size)
+    if isinstance(split.images, TokenizedTexts):
+        texts = TextBatches(split.images, split.table.labels, sampler, context.device, shard=shard)
+        texts.item_names = split.table.texts
+        return texts
     images = recipe.batch_size or largest_batch(recipe, split.selected)
     batches = ImageBatches(
         split.images,
         split.table.labels,
-        sampler if split.rows is None else SubsetSampler(sampler, split.rows),
+        sampler,
         Augment(recipe.crop, flip=recipe.flip, share=recipe.size / recipe.stored, scale=(recipe.crop_scale, 1.0)),
         recipe.size,
         recipe.seed,
         context.device if 3 * images * recipe.size**2 <= LARGEST_BATCH_BYTES * context.processes.size else "cpu",
         context.workers or 0,
-        shard=(context.processes.rank, context.processes.size),
+        shard=shard,
     )
     batches.item_names = split.table.paths
     return batches
@@ -115,16 +122,19 @@ def training_batches(recipe: RetrievalRecipe, split: Split, context: RunContext)
 def ordered_batches(
     recipe: RetrievalRecipe, split: Split, context: RunContext, rows: NDArray[np.int64] | None = None
 ) -> "RenumberedBatches":
-    """The center crop of each image, in the order of `rows` of the table, by default the selected ones."""
+    """The center crop of each image, or each text, in the order of `rows` of the table, by default the selected ones."""
     rows = split.rows if rows is None else rows
     at_once = EMBEDDING_BATCH
     if isinstance(recipe.chunk_size, int) and recipe.chunk_size:
         at_once = min(at_once, recipe.chunk_size)
-    sampler = Sequential(len(split.table) if rows is None else len(rows), at_once)
+    in_order = Sequential(len(split.table) if rows is None else len(rows), at_once)
+    sampler = in_order if rows is None else SubsetSampler(in_order, rows)
+    if isinstance(split.images, TokenizedTexts):
+        return RenumberedBatches(TextBatches(split.images, split.table.labels, sampler, context.device))
     batches = ImageBatches(
         split.images,
         split.table.labels,
-        sampler if rows is None else SubsetSampler(sampler, rows),
+        sampler,
         Augment("center", share=recipe.size / recipe.stored),
         recipe.size,
         device=context.device,
@@ -134,9 +144,9 @@ def ordered_batches(
 
 
 class RenumberedBatches:
-    """Batches whose images are numbered in the order they come, whichever rows of a table they are."""
+    """Batches whose items are numbered in the order they come, whichever rows of a table they are."""
 
-    def __init__(self, batches: ImageBatches) -> None:
+    def __init__(self, batches: ImageBatches | TextBatches) -> None:
         self.batches = batches
 
     def set_epoch(self, epoch: int) -> None:
@@ -145,7 +155,7 @@ class RenumberedBatches:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def iterate(self, start: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    def iterate(self, start: int) -> Iterator[tuple[int, Tensor, Any, Tensor]]:
         count = 0
         for step, indices, images, labels in self.batches.iterate(start):
             yield step, torch.arange(count, count + len(indices)), images, labels

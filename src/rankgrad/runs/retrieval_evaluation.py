@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankgrad._messages import Progress, format_bytes, printable
+from rankgrad._messages import Progress, format_bytes, plural, printable
 from rankgrad.data.preprocessing import Preprocessing
 from rankgrad.data.table import Table
 from rankgrad.eval import Result, evaluate_sharded, evaluate_table, expected_memory
@@ -167,7 +167,7 @@ class SplitEvaluator:
 def _cost(embeddings: NDArray[np.float32], table: Table, ks: tuple[int, ...]) -> str:
     """What an evaluation will take, known before it begins."""
     queries = np.arange(len(table)) if table.is_query is None else np.flatnonzero(table.is_query)
-    text = f"{len(queries):,} queries among {len(table):,} images"
+    text = f"{len(queries):,} queries among {plural(len(table), table.noun)}"
     if table.ground_truth is not None:
         return text
     if table.is_gallery is None:
@@ -217,12 +217,14 @@ def _write_embeddings(path: Path, own: NDArray[np.float32], rows: int, processes
 def _write_table(path: Path, table: Table) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["path", "label", "category", "is_query", "is_gallery", "class"])
+        texts = [] if table.texts is None else ["text"]
+        writer.writerow(["path", "label", "category", "is_query", "is_gallery", "class", *texts])
         flags = [np.ones(len(table), np.bool_) if flag is None else flag for flag in (table.is_query, table.is_gallery)]
         for row, path_in_root in enumerate(table.paths):
             marks = (int(flag[row]) for flag in flags)
             label = int(table.labels[row])
-            writer.writerow([path_in_root, label, _category(table, row), *marks, table.class_name(label)])
+            text = [] if table.texts is None else [table.texts[row]]
+            writer.writerow([path_in_root, label, _category(table, row), *marks, table.class_name(label), *text])
 
 
 def _category(table: Table, row: int) -> str:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from rankgrad.data.preprocessing import Crop, Preprocessing
-from rankgrad.data.readers import READERS
+from rankgrad.data.readers import READERS, Columns
 from rankgrad.losses import PRESETS
 from rankgrad.models import BatchNorm, ModelSpec, Pixels, Pool
 from rankgrad.models.trunks import trunk_names
-from rankgrad.runs.recipe import Recipe, setting
+from rankgrad.runs.recipe import Recipe, setting, settings_of
 from rankgrad.train.settings import Keep
 
 Sampler: TypeAlias = Literal["class-balanced", "whole-class", "category-hard", "category-half"]
@@ -46,6 +46,12 @@ class RetrievalRecipe(Recipe):
         least=0,
     )
     image_root: str = setting("", "folder of the images that a CSV file lists; empty: the folder of the file", group="data")
+    text_column: str = setting("text", "column of the texts", group="data")
+    label_column: str = setting("label", "column of the classes of texts, or of images of a saved dataset", group="data")
+    pair_columns: tuple[str, ...] = setting(
+        ("anchor", "positive"), "columns of texts that belong together, for data without text and label", group="data"
+    )
+    image_column: str = setting("image", "column of the images of a saved dataset", group="data")
     classes: int = setting(
         0, "use only this many classes of each split, spread over the categories; 0: all", group="data", least=0
     )
@@ -72,6 +78,9 @@ class RetrievalRecipe(Recipe):
         0.08, "smallest fraction of the image's area in a 'resized' crop", group="images", least=0.01, most=1.0
     )
     flip: bool = setting(True, "mirror training images at random", group="images")
+    max_length: int = setting(
+        0, "tokens of a text at most, longer ones are cut; 0: as many as the encoder takes", group="batches", least=0
+    )
 
     sampler: Sampler = setting(
         "class-balanced",
@@ -94,7 +103,8 @@ class RetrievalRecipe(Recipe):
 
     trunk: str = setting(
         "resnet50",
-        f"one of {', '.join(trunk_names())}; a timm model by name or folder; or package.module:factory",
+        f"one of {', '.join(trunk_names())}; a timm model by name or folder; or package.module:factory. For texts a sentence "
+        "encoder: a folder of transformers or sentence-transformers, or a name on the Hugging Face Hub",
         group="model",
     )
     weights: str = setting(
@@ -217,6 +227,11 @@ class RetrievalRecipe(Recipe):
         "loss_lr": 1.0,
         "miner": "",
         "miner_args": "",
+        "text_column": "text",
+        "label_column": "label",
+        "pair_columns": ["anchor", "positive"],
+        "image_column": "image",
+        "max_length": 0,
     }
     locations: ClassVar[frozenset[str]] = frozenset({"image_root"})
     mutable_on_resume: ClassVar[frozenset[str]] = frozenset({"partial", "skip_bad", "test_on", "scales", "image_root"})
@@ -240,8 +255,32 @@ class RetrievalRecipe(Recipe):
             raise ValueError(f"`stored_side` must be at least `size` ({self.size}), got {self.stored_side}")
         if self.skip_bad and self.decode == "always":
             raise ValueError("`skip_bad` needs `decode='once'`: only then are bad images known before training")
+        if len(self.pair_columns) != 2:
+            raise ValueError(f"`pair_columns` must be two names, got {','.join(self.pair_columns)}")
+        if self.is_text:
+            self._check_text()
+        elif self.max_length:
+            raise ValueError(f"`max_length` is for texts, and `data_set` is {self.data_set}")
         if not READERS[self.data_set].needs_folder and self.test_on:
             raise ValueError(f"`test_on` is for data sets on disk; {self.data_set} has a test split of its own")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it trains on texts and not on images."""
+        return self.data_set == "texts"
+
+    @property
+    def columns(self) -> Columns:
+        """Names of the columns of texts, images and labels."""
+        return Columns(self.text_column, self.label_column, self.pair_columns, self.image_column)
+
+    def _check_text(self) -> None:
+        """Refuse settings that have a meaning for images only."""
+        schema = settings_of(type(self))
+        others = ("image_root", "skip_bad", "test_on", "scales", "pool", "pixels", "whiten")
+        for name in (*others, *(entry.name for entry in schema.values() if entry.group == "images")):
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(f"`{name}` is for images, and the data are texts")
 
     @property
     def uses_metric_learning(self) -> bool:
@@ -291,6 +330,7 @@ class RetrievalRecipe(Recipe):
             dim=self.dim,
             batch_norm=self.batch_norm,
             pixels=self.pixels,
+            inputs="texts" if self.is_text else "images",
         )
 
     def preprocessing(self) -> Preprocessing:
@@ -312,7 +352,9 @@ class RetrievalRecipe(Recipe):
         return replaced
 
     def _loop_settings(self) -> dict[str, Any]:
-        return {"warmup_epochs": self.warmup, "patience": 0 if self.validation == "none" else self.patience}
+        found = {"warmup_epochs": self.warmup, "patience": 0 if self.validation == "none" else self.patience}
+        # every batch of texts has a length of its own, and a graph is of one shape
+        return {**found, "cuda_graphs": False} if self.is_text else found
 
     def debug_version(self, *, has_data: bool = True) -> Self:
         """A copy with a tiny network, few classes, small batches and two epochs; sampler, loss and protocol stay.
@@ -321,6 +363,13 @@ class RetrievalRecipe(Recipe):
         """
         per_class = min(self.per_class, 3)
         batch = {"class-balanced": 3 * per_class, "category-hard": 16}.get(self.sampler, 12)
+        of_images: dict[str, Any] = {
+            "size": 32,
+            "stored_side": 36,
+            "trunk": "convnet",
+            "weights": "none",
+            "pool": "avg" if self.pool == "cls" else self.pool,
+        }
         return replace(
             self,
             name=f"{self.name}-debug",
@@ -328,15 +377,11 @@ class RetrievalRecipe(Recipe):
             partial=True,
             classes=DEBUG_CLASSES,
             images_per_class=DEBUG_IMAGES_PER_CLASS,
-            size=32,
-            stored_side=36,
             batch_size=batch,
             per_class=per_class,
             batches_per_pair=1,
-            trunk="convnet",
-            weights="none",
-            pool="avg" if self.pool == "cls" else self.pool,
             dim=16 if self.dim else 0,
+            **({} if self.is_text else of_images),
             chunk_size=5 if isinstance(self.chunk_size, int) and self.chunk_size else self.chunk_size,
             memory=min(self.memory, 1),
             lr=min(1e-3, self.lr * 10),

@@ -1,7 +1,4 @@
-"""Image retrieval as a task: its data, batches, network, loss and evaluation.
-
-A task on other inputs inherits loss and evaluation, and replaces `data`, `make_batches`, `make_model` and `embed`.
-"""
+"""Retrieval of images or texts as a task: its data, batches, network, loss and evaluation."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +13,7 @@ from rankgrad._messages import Progress, plural
 from rankgrad.data.image_batches import ImageBatches
 from rankgrad.data.samplers import class_sizes
 from rankgrad.data.seeds import bits, derive, permutation
+from rankgrad.data.text_batches import TextBatches
 from rankgrad.losses import PRESETS
 from rankgrad.losses.calibration import CalibratedRankLoss, ProxySoftmax
 from rankgrad.losses.distributed import DistributedRankLoss
@@ -49,7 +47,7 @@ LANDMARK_MEANS = {
 
 
 class RetrievalTask:
-    """Train an embedding network and rank images by its scores.
+    """Train an embedding network and rank images, or texts, by its scores.
 
     Args:
         recipe: everything that decides the result.
@@ -124,6 +122,8 @@ class RetrievalTask:
             for split, table in self.data.data_set(self.recipe).splits.items()
             if table.class_names
         }
+        if self.recipe.is_text:
+            return {"class_names": names}
         return {"preprocessing": self.recipe.preprocessing().as_dict(), "class_names": names}
 
     def published(self) -> Sequence[Published]:
@@ -216,14 +216,16 @@ class RetrievalTask:
             return EmbeddingMemory(loss, self.recipe.memory)
         return loss
 
-    def make_batches(self) -> ImageBatches:
+    def make_batches(self) -> ImageBatches | TextBatches:
         return training_batches(self.recipe, self.data.training(self.recipe)[0], self.context)
 
-    def sample_batch(self) -> tuple[Tensor, Tensor]:
+    def sample_batch(self) -> tuple[Any, Tensor]:
         recipe = self.recipe
         if self.has_data:
             _, _, images, labels = next(self.make_batches().iterate(0))
             return images, labels
+        if recipe.is_text:
+            raise ValueError(f"{recipe.name}: the length of texts depends on the data: give --data FILE")
         if not recipe.batch_size:
             raise ValueError(f"{recipe.name}: the batch size depends on the data: give --data DIR or --batch-size N")
         # one image many times: time and memory do not depend on the pixels

@@ -1,7 +1,7 @@
 """Embedded images on disk.
 
 DIR/embeddings.npy            float32 [N, d], rows of length 1
-DIR/ids.parquet or ids.csv    id (the row), path, label, category, and x_1, y_1, x_2, y_2 where boxes were embedded
+DIR/ids.parquet or ids.csv    id (the row), path, label, category; x_1, y_1, x_2, y_2 of boxes; text where texts were embedded
 DIR/embedding.json            the run and its weights, sizes, the folder that paths are relative to
 DIR/left_out.txt              one line for each image that could not be read, where there were any
 DIR/images/                   only where the data set draws its images and has no files
@@ -122,7 +122,9 @@ class Gallery:
             shape = (len(columns["path"]), about["dim"])
             recorded = folder / IMAGES if about["root"] is None else Path(about["root"])
             paths, labels, categories = (tuple(columns[name]) for name in TEXTS)
-            table = Table(folder.name, images or recorded, paths, np.full(shape[0], -1, np.int64), boxes=_boxes(columns))
+            texts = tuple(map(str, columns["text"])) if "text" in columns else None
+            no_labels = np.full(shape[0], -1, np.int64)
+            table = Table(folder.name, images or recorded, paths, no_labels, boxes=_boxes(columns), texts=texts)
             listed = ImageList(table, labels, categories)
         except DAMAGE as error:
             reason = printable(str(error))
@@ -165,9 +167,12 @@ class Gallery:
             raise UnreadableImageError(f"{path} leads out of {self.folder}")
         return path
 
-    def named(self, row: int) -> tuple[str, Path | None]:
-        """Label and file of an image."""
-        return self.images.labels[row], None if self.source == "none" else self.images.table.file(row)
+    def named(self, row: int) -> tuple[str, Path | None, str]:
+        """Label, file and text of an item; an image has no text and a text no file."""
+        label, table = self.images.labels[row], self.images.table
+        if table.texts is not None:
+            return label, None, table.texts[row]
+        return label, None if self.source == "none" else table.file(row), ""
 
 
 def unit_rows(embeddings: NDArray[Any]) -> NDArray[np.float32]:

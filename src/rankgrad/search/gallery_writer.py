@@ -56,7 +56,7 @@ def embed_images(
         rows: list[int] = []
         with (
             EmbeddingsFile(unfinished / EMBEDDINGS, model.dim) as file,
-            Progress(len(images), f"embedding {images.table.name}", unit="images", shown=shown) as progress,
+            Progress(len(images), f"embedding {images.table.name}", unit=f"{images.table.noun}s", shown=shown) as progress,
         ):
             for done, embeddings, unreadable in model.embed_table(images.table, workers):
                 bad += unreadable
@@ -87,7 +87,7 @@ def embed_images(
             "step": model.step,
             "weights": model.fingerprint,
             "source": images.table.name,
-            "root": None if images.table.pixels is not None else str(images.table.root.resolve()),
+            "root": str(images.table.root.resolve()) if _are_files(images) else None,
             "images": len(rows),
             "left_out": len(bad),
             "dim": model.dim,
@@ -150,6 +150,10 @@ def _as_files(images: ImageList, folder: Path) -> ImageList:
     return replace(images, table=replace(images.table, root=folder, paths=paths, pixels=None))
 
 
+def _are_files(images: ImageList) -> bool:
+    return images.table.pixels is None and images.table.texts is None
+
+
 def write_ids(path: Path, images: ImageList) -> None:
     """Write the list of images, as parquet or CSV by the ending of `path`."""
     columns: dict[str, Sequence[Any]] = {
@@ -158,6 +162,8 @@ def write_ids(path: Path, images: ImageList) -> None:
         "label": images.labels,
         "category": images.categories,
     }
+    if images.table.texts is not None:
+        columns["text"] = images.table.texts
     if images.table.boxes is not None:
         columns.update(zip(BOX, images.table.boxes.T.tolist(), strict=True))
     if path.suffix == ".parquet":

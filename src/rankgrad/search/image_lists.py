@@ -1,4 +1,4 @@
-"""Lists of images to embed: of a folder, a CSV file, or a split of a data set, with the names of what they show."""
+"""Lists of images or texts to embed: of a folder, a file, or a split of a data set, with the names of their classes."""
 
 import os
 from collections.abc import Sequence
@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankgrad._messages import shorten
-from rankgrad.data.readers import READERS, read
+from rankgrad.data.readers import READERS, Columns, read
 from rankgrad.data.readers.folder_tree import EXTENSIONS, images_below
 from rankgrad.data.readers.list_files import ReadErrors, numbered_csv
 from rankgrad.data.readers.manifest import BOX, absolute_path_hint, path_below
+from rankgrad.data.readers.records import FILE_TYPES, read_records
 from rankgrad.data.table import Table, path_complaint
 
 COLUMNS = ("path", "label", "category", *BOX)
@@ -144,8 +145,49 @@ def manifest_of_images(path: Path, image_root: Path | None = None) -> ImageList:
     return ImageList(table, *(tuple(row.get(name, "") for row in rows) for name in ("label", "category")))
 
 
+def listed_texts(texts: Sequence[str], labels: Sequence[str] | None = None, name: str = "texts") -> ImageList:
+    """Texts as a list; `labels` are the names of their classes, "" where there is none."""
+    paths = tuple(f"row-{number}" for number in range(len(texts)))
+    table = Table(name, Path(), paths, np.full(len(texts), -1, np.int64), texts=tuple(texts))
+    return ImageList(table, tuple(labels or [""] * len(texts)), ("",) * len(texts))
+
+
+def texts_of_file(place: Path, columns: Columns) -> ImageList:
+    """The texts of a file or saved dataset, with their labels where it has them; of pairs every text."""
+    if not place.exists():
+        raise FileNotFoundError(f"{place} does not exist: give a file of texts that ends in {', '.join(FILE_TYPES)}")
+    errors = ReadErrors(place.name)
+    texts: list[str] = []
+    labels: list[str] = []
+    for part in read_records(place, errors):
+        wanted = [name for name in (columns.text, *columns.pair) if name in part.columns]
+        if not wanted:
+            raise ValueError(
+                f"{place} must have the column {columns.text}, or {' and '.join(columns.pair)}, got "
+                f"{shorten(', '.join(part.columns))}: name it with --text-column"
+            )
+        used = wanted[:1] if wanted[0] == columns.text else wanted
+        for row in range(len(part)):
+            own = [str(part.columns[name][row] or "").strip() for name in used]
+            if not all(own):
+                errors.add(part.where(row), f"{used[own.index('')]} is empty")
+            texts += own
+            label = part.columns[columns.label][row] if columns.label in part.columns else ""
+            labels += ["" if label is None else str(label)] * len(own)
+    errors.raise_if_any()
+    if not texts:
+        raise ValueError(f"{place} has no rows: a text in each is wanted")
+    return listed_texts(texts, labels, place.stem)
+
+
 def split_of_data_set(
-    named: str, split: str, *, partial: bool = False, split_seed: int | None = 0, image_root: Path | None = None
+    named: str,
+    split: str,
+    *,
+    partial: bool = False,
+    split_seed: int | None = 0,
+    image_root: Path | None = None,
+    columns: Columns | None = None,
 ) -> tuple[ImageList, tuple[str, ...]]:
     """A split of `sop:DIR`, and the notes of its reader.
 
@@ -155,7 +197,7 @@ def split_of_data_set(
     if name not in READERS or (not colon and READERS[name].needs_folder):
         raise ValueError(f"--data must be NAME:DIR with NAME one of {', '.join(READERS)}, got {named!r}")
     root = Path(place) if place else None
-    data_set = read(name, root, partial=partial, split_seed=split_seed, image_root=image_root)
+    data_set = read(name, root, partial=partial, split_seed=split_seed, image_root=image_root, columns=columns)
     if split not in data_set.splits:
         raise ValueError(f"{name} has no split {split!r}; it has {', '.join(data_set.splits)}")
     table = data_set.splits[split]
@@ -168,6 +210,8 @@ def _class_names(table: Table) -> tuple[str, ...]:
     labels = table.labels.tolist()
     if table.class_names:
         return tuple(table.class_name(label) for label in labels)
+    if table.texts is not None:
+        return tuple(map(table.class_name, labels))
     parents = [path.rpartition("/")[0] for path in table.paths]
     if len(set(zip(labels, parents, strict=True))) == len(set(labels)) == len(set(parents)) and -1 not in labels:
         return names_by_folder(list(table.paths))

@@ -1,4 +1,4 @@
-"""A trained model in use: load a run, embed images as the run evaluates them, search a gallery."""
+"""A trained model in use: load a run, embed images or texts as the run evaluates them, search a gallery."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankgrad._messages import first_ten
+from rankgrad._messages import first_ten, shorten
 from rankgrad.data.image_files import UnreadableImageError, map_images
 from rankgrad.data.preprocessing import ImageInput, Preprocessing
 from rankgrad.data.table import Table
-from rankgrad.models import Embedder, embed_multiscale, trust_factory
+from rankgrad.models import Embedder, TextTokenizer, embed_multiscale, trust_factory
 from rankgrad.runs.embedding import MultiScale, embed_batch
 from rankgrad.runs.retrieval_batches import EMBEDDING_BATCH
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
@@ -23,7 +23,7 @@ from rankgrad.runs.retrieval_task import RetrievalTask
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RunContext
 from rankgrad.search.gallery import Gallery
-from rankgrad.search.image_lists import folder_of_images
+from rankgrad.search.image_lists import folder_of_images, listed_texts
 from rankgrad.search.searcher import Searcher, is_searchable
 
 T = TypeVar("T")
@@ -39,13 +39,15 @@ class Hit:
         row: its row in the gallery.
         score: cosine of the two embeddings.
         label: name of its class, "" where it has none.
-        path: its file; None where the gallery is embeddings alone.
+        path: its file; None where the gallery is of texts, or of embeddings alone.
+        text: its text, "" where the gallery is not of texts.
     """
 
     row: int
     score: float
     label: str = ""
     path: Path | None = None
+    text: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,8 @@ class TrainedModel:
         model.embed(["cat.jpg", image, pixels])            # [3, d]; a folder of images works, too
         model.search("cat.jpg", "photos-embedded", k=5)    # five hits: row, score, label, path
 
+    That of a sentence encoder takes texts in place of images.
+
     Attributes:
         folder: of the run.
         recipe: the settings it was trained with.
@@ -67,6 +71,7 @@ class TrainedModel:
         step: of the checkpoint.
         fingerprint: of the weights; embeddings are comparable only where it is the same.
         debug: whether the run was a debug version, whose embeddings mean nothing.
+        tokenizer: of a sentence encoder; None where the model embeds images.
     """
 
     folder: Path
@@ -78,6 +83,7 @@ class TrainedModel:
     step: int
     fingerprint: str
     debug: bool = False
+    tokenizer: TextTokenizer | None = None
 
     @property
     def dim(self) -> int:
@@ -89,10 +95,14 @@ class TrainedModel:
 
         Args:
             images: a file or a folder of images (in the order of `folder_of_images`), bytes, a PIL image, a uint8 array
-                [H, W, 3] or tensor [3, H, W], a batch of either, or a sequence of any of these.
+                [H, W, 3] or tensor [3, H, W], a batch of either, or a sequence of any of these. For a sentence encoder a
+                text, or several.
             workers: threads that decode images; by default one per core.
         """
         given: Any = images
+        if self.tokenizer is not None:
+            embeddings = self.embed_texts(_checked_texts(given))
+            return embeddings[0] if isinstance(given, str) else embeddings
         if _is_single(given):
             embedding: Embeddings = self.embed_pixels([self.preprocess(given)])[0]
             return embedding
@@ -136,6 +146,8 @@ class TrainedModel:
             searcher = Searcher(gallery)
         elif isinstance(gallery, (str, Path)):
             folder = Path(gallery).expanduser()
+            if self.tokenizer is not None and not is_searchable(folder):
+                raise ValueError(f"search: {folder} is not a folder that embed or index wrote; a list of texts works, too")
             if not is_searchable(folder):
                 images = folder_of_images(folder)
                 return Searcher(Gallery.of(self.embed(folder), images))
@@ -143,6 +155,9 @@ class TrainedModel:
         elif _is_float(gallery):
             array = gallery.detach().cpu().numpy() if isinstance(gallery, Tensor) else gallery
             return Searcher(Gallery.of(np.asarray(array, np.float32)))
+        elif self.tokenizer is not None:
+            texts = _checked_texts(gallery)
+            return Searcher(Gallery.of(self.embed_texts(texts), listed_texts(texts)))
         else:
             return Searcher(Gallery.of(np.atleast_2d(self.embed(gallery))))
         searcher.gallery.check_fits(self)
@@ -155,7 +170,28 @@ class TrainedModel:
 
         Files are decoded in threads while the network computes; only a few batches are in memory.
         """
+        if (table.texts is None) != (self.tokenizer is None):
+            wanted = "images" if self.tokenizer is None else "texts"
+            raise ValueError(f"embed: the model of {self.folder} embeds {wanted}, and {table.name} holds {table.noun}s")
+        if table.texts is not None:
+            return self._embed_text_table(table.texts)
         return self._embed_each(partial(self.preprocess.from_table, table), range(len(table)), workers)
+
+    def _embed_text_table(self, texts: Sequence[str]) -> Iterator[tuple[list[int], Embeddings, list[UnreadableImageError]]]:
+        for begin in range(0, len(texts), EMBEDDING_BATCH):
+            part = texts[begin : begin + EMBEDDING_BATCH]
+            yield list(range(begin, begin + len(part))), self.embed_texts(part), []
+
+    def embed_texts(self, texts: Sequence[str]) -> Embeddings:
+        """[N, d] of texts, on the CPU."""
+        if self.tokenizer is None:
+            raise ValueError(f"embed: the model of {self.folder} embeds images, and not texts")
+        found = [np.empty((0, self.dim), np.float32)]
+        for begin in range(0, len(texts), EMBEDDING_BATCH):
+            tokens = self.tokenizer.collate(self.tokenizer(texts[begin : begin + EMBEDDING_BATCH]))
+            with torch.no_grad():
+                found.append(embed_batch(self.model, tokens, self.device, self.recipe.precision).cpu().numpy())
+        return np.concatenate(found)
 
     def embed_pixels(self, images: Sequence[Tensor]) -> Embeddings:
         """[N, d] of preprocessed images, on the CPU."""
@@ -229,7 +265,16 @@ def load(
         step=found.step,
         fingerprint=found.fingerprint,
         debug=run.read().debug,
+        tokenizer=TextTokenizer(task.recipe.trunk, task.recipe.max_length) if task.recipe.is_text else None,
     )
+
+
+def _checked_texts(given: Any) -> list[str]:
+    texts = [given] if isinstance(given, str) else list(given)
+    for text in texts:
+        if not isinstance(text, str) or not text.strip():
+            raise TypeError(f"embed: texts must be strings that are not empty, got {shorten(text)}")
+    return texts
 
 
 def _is_single(images: Any) -> bool:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rankgrad._messages import first_ten, plural, printable
 from rankgrad.data.readers.list_files import Column, ParsedRows, ReadErrors, read_rows
+from rankgrad.data.readers.records import Columns
 from rankgrad.data.samplers import class_sizes
 from rankgrad.data.table import Table, halves
 
@@ -72,6 +73,7 @@ class Reader:
         load: reads it.
         sizes: the size of each split when complete; several where several versions exist.
         needs_folder: False if it makes its images itself.
+        takes_file: whether it may be a file.
         remarks: where papers and files differ.
     """
 
@@ -81,6 +83,7 @@ class Reader:
     load: Callable[["ReaderContext"], DataSet]
     sizes: Mapping[str, tuple[SplitSize, ...]] = field(default_factory=dict)
     needs_folder: bool = True
+    takes_file: bool = False
     remarks: tuple[str, ...] = ()
 
 
@@ -96,13 +99,21 @@ class ReaderContext:
         partial: accept an incomplete copy.
         split_seed: of the random split of classes where the data set has none; None: in the order of their labels.
         image_root: folder of the images that a CSV file lists; None: the folder of the file.
+        columns: names of the columns of texts, images and labels.
     """
 
     def __init__(
-        self, reader: Reader, root: Path, *, partial: bool, split_seed: int | None = 0, image_root: Path | None = None
+        self,
+        reader: Reader,
+        root: Path,
+        *,
+        partial: bool,
+        split_seed: int | None = 0,
+        image_root: Path | None = None,
+        columns: Columns | None = None,
     ) -> None:
         self.reader, self.root, self.partial = reader, root, partial
-        self.split_seed, self.image_root = split_seed, image_root
+        self.split_seed, self.image_root, self.columns = split_seed, image_root, columns or Columns()
         self.name = reader.name
         self.errors = ReadErrors(reader.name)
         self.notes: list[str] = []

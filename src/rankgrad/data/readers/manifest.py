@@ -202,4 +202,5 @@ CSV = Reader(
     layout=f"columns path,label and optionally split ({', '.join(SPLITS)}), category, is_query, is_gallery, {', '.join(BOX)}; "
     "paths are relative to the file, or to the folder given as --image-root",
     load=read_csv,
+    takes_file=True,
 )

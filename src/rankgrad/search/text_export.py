@@ -1,0 +1,75 @@
+"""A trained sentence encoder as a folder of sentence-transformers, loaded again where that library is installed."""
+
+import contextlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankgrad._files import atomic_folder
+from rankgrad.models.text_trunks import TextEncoder
+from rankgrad.search.trained_model import TrainedModel
+
+FORMAT = "sentence-transformers"
+# embeddings have length 1; another order of float32 sums moves them by a hundredth of this
+TOLERANCE = 1e-4
+EXAMPLES = ("a short text", "another text, which is a little longer than the first one", "?")
+_MODULES = "sentence_transformers.models"
+
+
+def export_sentence_encoder(trained: TrainedModel, folder: Path) -> float:
+    """Write the encoder of a run to a new folder; the largest difference of embeddings, or NaN where it was not compared.
+
+    Args:
+        trained: from `load`, of a run on texts.
+        folder: must not exist, or be empty.
+    """
+    model, tokenizer = trained.model, trained.tokenizer
+    if tokenizer is None or not isinstance(model.trunk, TextEncoder):
+        raise ValueError(f"export: {FORMAT} is for runs on texts, and {trained.folder} is one on images")
+    if model.head.norm is not None or model.head.linear is not None:
+        raise ValueError(f"export: a folder of {FORMAT} has no place for the layers of --dim and --layer-norm; use --dim 0")
+    with atomic_folder(folder) as unfinished:
+        transformer: Any = model.trunk.transformer
+        transformer.save_pretrained(str(unfinished))
+        tokenizer.save(unfinished)
+        modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+        described = [
+            {"idx": number, "name": str(number), "path": path, "type": f"{_MODULES}.{kind}"}
+            for number, (kind, path) in enumerate(modules)
+        ]
+        _write(unfinished / "modules.json", described)
+        _write(unfinished / "sentence_bert_config.json", {"max_seq_length": tokenizer.max_length, "do_lower_case": False})
+        flags = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}
+        pooling = {f"pooling_mode_{flag}": name == model.trunk.pooling for name, flag in flags.items()}
+        _write(unfinished / "1_Pooling" / "config.json", {"word_embedding_dimension": model.channels, **pooling})
+        (unfinished / "2_Normalize").mkdir()
+        error = _error(trained, unfinished)
+        if error > TOLERANCE:
+            raise ValueError(
+                f"export: the embeddings of {folder} differ from the model's by {error:.2g}, more than the {TOLERANCE:g} that "
+                "rounding explains; nothing was written"
+            )
+    return error
+
+
+def _error(trained: TrainedModel, folder: Path) -> float:
+    if importlib.util.find_spec("sentence_transformers") is None:
+        return float("nan")
+    from sentence_transformers import SentenceTransformer
+    from transformers.utils import logging
+
+    with contextlib.ExitStack() as stack:
+        if logging.is_progress_bar_enabled():
+            logging.disable_progress_bar()
+            stack.callback(logging.enable_progress_bar)
+        loaded = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    found = np.asarray(loaded.encode(list(EXAMPLES), show_progress_bar=False))
+    return float(np.abs(found - trained.embed_texts(EXAMPLES)).max())
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"{json.dumps(content, indent=1)}\n", encoding="utf-8")
