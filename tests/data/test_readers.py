@@ -457,7 +457,7 @@ def test_says_which_data_set_and_folder_it_wants(tmp_path):
 def test_names_of_the_readers():
     assert list(READERS) == [
         *("sop", "inshop", "vehicleid", "inat", "cub", "cars", "gldv1", "roxford5k", "rparis6k", "omniglot"),
-        *("folder", "csv", "glyphs"),
+        *("folder", "csv", "datasets", "texts", "glyphs"),
     ]
 
 

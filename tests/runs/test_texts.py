@@ -141,6 +141,53 @@ def test_texts_are_embedded_searched_and_labelled(run, texts, tmp_path, capsys):
         model.embed([3])
 
 
+@pytest.fixture(scope="module")
+def gallery(run, texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("galleries") / "emb"
+    assert cli.main(["embed", str(run), str(texts), "--out", str(folder), "--device", "cpu"]) == 0
+    return folder
+
+
+def test_the_page_has_a_search_box_for_texts(run, gallery):
+    testing = pytest.importorskip("starlette.testclient")
+    from rankgrad.search.search_service import SearchService
+    from rankgrad.search.searcher import Searcher
+    from rankgrad.search.server import make_app
+
+    service = SearchService(rg.load(run, "cpu"), Searcher.open(gallery))
+    client = testing.TestClient(make_app(service, hosts=["testserver"]))
+    assert client.get("/api/about").json()["of_texts"] is True
+    found = client.get("/api/search", params={"text": "card lost", "k": 3}).json()
+    assert found["results"][0]["text"] == "card lost"
+    assert client.get("/api/search", params={"item": 0, "k": 2}).json()["query"]["text"] == ROWS[0][0]
+    assert client.get("/api/search", params={"text": " "}).status_code == 400
+    assert client.get("/thumb/0").status_code == 404
+    assert 'id="ask-text"' in client.get("/").text
+
+
+def test_a_report_shows_texts_in_place_of_pictures(run, tmp_path):
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    rows = list(csv.DictReader((run / "eval" / "test" / "table.csv").open()))
+    assert f'class="frame text" title="{rows[0]["text"]}, {rows[0]["class"]}"' in page or any(
+        f">{row['text']}</span>" in page for row in rows
+    )
+    assert "could not be read" not in page
+    assert '"of_texts":true' in page
+
+
+def test_near_duplicates_are_listed_by_their_text(gallery, tmp_path):
+    assert cli.main(["duplicates", str(gallery), "--out", str(tmp_path), "--threshold", "0.5"]) == 0
+    assert next(csv.reader((tmp_path / "duplicates.csv").open()))[1] == "text"
+
+
+def test_a_debug_run_and_a_check_of_the_data(encoder, texts, tmp_path, capsys):
+    assert train("--data", texts, "--trunk", encoder, "--debug", "--out", tmp_path / "run") == 0
+    capsys.readouterr()
+    assert cli.main(["check-data", "texts", str(texts)]) == 0
+    assert "48" in capsys.readouterr().out
+
+
 def test_pairs_are_tested_as_queries_among_the_positives(encoder, tmp_path):
     pairs = [(ROWS[i][0], ROWS[i + 1][0]) for i in range(0, 48, 2)]
     # an anchor with two positives is one query

@@ -34,7 +34,8 @@ def check_data(arguments: Sequence[str]) -> int:
         parser.error(f"--workers must be at least 1, got {given.workers}")
     data = read(given.name, given.folder, partial=given.partial, image_root=given.image_root)
     print(describe(find_reader(given.name), data))
-    if given.decode and READERS[given.name].needs_folder:
+    of_texts = any(split.texts is not None for split in data.splits.values())
+    if given.decode and READERS[given.name].needs_folder and not of_texts:
         print(f"\n{check_images(data, given.workers)}")
     return 0
 

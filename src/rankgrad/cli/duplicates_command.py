@@ -105,16 +105,22 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 def _item_table(gallery: Gallery) -> ItemTable:
     items = gallery.images
     every = np.ones(len(gallery), np.bool_)
-    return ItemTable(items.table.name, items.table.root, tuple(items.table.paths), items.labels, items.categories, every, every)
+    known = (items.table.name, items.table.root, tuple(items.table.paths), items.labels, items.categories, every, every)
+    return ItemTable(*known, texts=items.table.texts or ())
 
 
 def _groups_csv(gallery: Gallery, groups: list[DuplicateGroup]) -> str:
+    names = gallery.images.table.texts or gallery.images.table.paths
     rows = [
-        (number, gallery.images.table.paths[row], gallery.images.labels[row], f"{score:.4f}", _conflict(gallery, group))
+        (number, names[row], gallery.images.labels[row], f"{score:.4f}", _conflict(gallery, group))
         for number, group in enumerate(groups, start=1)
         for row, score in zip(group.rows, group.scores, strict=True)
     ]
-    return _csv(("group", "path", "label", "score", "labels_differ"), rows)
+    return _csv(("group", _column(gallery), "label", "score", "labels_differ"), rows)
+
+
+def _column(gallery: Gallery) -> str:
+    return "path" if gallery.images.table.texts is None else "text"
 
 
 def _conflict(gallery: Gallery, group: DuplicateGroup) -> str:
@@ -122,12 +128,12 @@ def _conflict(gallery: Gallery, group: DuplicateGroup) -> str:
 
 
 def _errors_csv(gallery: Gallery, errors: list[LabelError]) -> str:
-    paths, labels = gallery.images.table.paths, gallery.images.labels
+    paths, labels = gallery.images.table.texts or gallery.images.table.paths, gallery.images.labels
     rows = [
         (paths[e.row], labels[e.row], e.suggested, f"{e.agreement:.2f}", f"{e.score:.4f}", paths[e.neighbours[0]])
         for e in errors
     ]
-    return _csv(("path", "label", "suggested", "agreement", "score", "nearest"), rows)
+    return _csv((_column(gallery), "label", "suggested", "agreement", "score", "nearest"), rows)
 
 
 def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

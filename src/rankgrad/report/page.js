@@ -16,7 +16,12 @@
     return node;
   };
   const count = (number, one, many) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
-  const fileName = (path) => path.slice(path.lastIndexOf("/") + 1);
+  const nameOf = (group, item) => {
+    const path = groups[group].paths[item];
+    return groups[group].of_texts ? path : path.slice(path.lastIndexOf("/") + 1);
+  };
+  const frame = (group, item) =>
+    create("span", { className: groups[group].of_texts ? "frame text" : "frame", textContent: nameOf(group, item) });
 
   function address(group, item) {
     // base64 between quotation marks, all thumbnails one after another
@@ -32,7 +37,7 @@
     const src = address(group, item);
     const shown = src
       ? create("img", { src, alt: about })
-      : create("span", { className: "frame", textContent: fileName(paths[item]) });
+      : frame(group, item);
     return create("button", { type: "button", className: "pic", title: about, onclick: () => open(group, item) }, shown);
   }
 
@@ -82,7 +87,7 @@
       { className: "query" },
       picture(group, item),
       create("b", {}, classes[groups[group].class[item]]),
-      create("small", { title: paths[item] }, fileName(paths[item])),
+      groups[group].of_texts ? null : create("small", { title: paths[item] }, nameOf(group, item)),
       category.length && category[item] ? create("small", {}, category[item]) : null,
       runs.length === 1 ? create("small", {}, summary(group, 0, item)) : null,
     );
@@ -230,7 +235,7 @@
       create(
         "div",
         { className: "item" },
-        src ? create("img", { src, alt: paths[item] }) : create("span", { className: "frame", textContent: fileName(paths[item]) }),
+        src ? create("img", { src, alt: paths[item] }) : frame(group, item),
         facts,
       ),
       create("h4", {}, "Neighbours"),
@@ -275,7 +280,7 @@
       tip.replaceChildren(
         ...(src ? [create("img", { src, alt: "" })] : []),
         create("b", {}, classes[label]),
-        create("small", {}, fileName(paths[item])),
+        create("small", {}, nameOf(group, item)),
       );
       tip.hidden = false;
       const box = event.target.getBoundingClientRect();

@@ -35,7 +35,7 @@ PREFERRED_SPLITS = ("test", "validation")
 
 @dataclass(frozen=True, eq=False)
 class ItemTable:
-    """The items of table.csv, one image each."""
+    """The items of table.csv, one image or text each."""
 
     name: str  # "omniglot/test"
     root: Path
@@ -45,9 +45,14 @@ class ItemTable:
     is_query: NDArray[np.bool_]
     is_gallery: NDArray[np.bool_]
     class_names: tuple[str, ...] = ()  # of every item; the labels if it is empty
+    texts: tuple[str, ...] = ()  # of every item; empty where they are images
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def shown_name(self, row: int) -> str:
+        """The text of an item, or the path of an image."""
+        return self.texts[row] if self.texts else self.paths[row]
 
     def caption(self, row: int) -> str:
         """Name of the class of an item, or of its file if it has no class."""
@@ -339,6 +344,7 @@ def _table(path: Path, result: Mapping[str, Any], problems: list[str]) -> ItemTa
         categories=tuple(row.get("category") or "" for row in rows),
         is_query=flags("is_query"),
         is_gallery=flags("is_gallery"),
+        texts=tuple(row["text"] or "" for row in rows) if "text" in rows[0] else (),
     )
 
 

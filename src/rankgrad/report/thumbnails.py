@@ -57,12 +57,14 @@ class Thumbnails:
         return len(self._tables) - 1
 
     def of(self, table: ItemTable, row: int) -> str:
-        """An <img> of an item, or a frame with the name of its file."""
+        """An <img> of an item, or a frame with its text or with the name of its file."""
         if row >= len(table):
             return _frame("distractor")
         path = table.paths[row]
-        about = f"{path}, {table.caption(row)}"
+        about = f"{table.shown_name(row)}, {table.caption(row)}"
         place = f"{self.number(table)} {row}"
+        if table.texts:
+            return element("span", text(table.texts[row]), class_="frame text", title=about, data_item=place)
         encoded = self._cached(table, path) if self.enabled else None
         if encoded is not None and len(encoded) > self.left:
             self.left_out += 1
@@ -74,7 +76,7 @@ class Thumbnails:
 
     def encode_all(self, table: ItemTable, rows: Sequence[int], max_bytes: int) -> list[str | None]:
         """Base64 of items in a size that lets all of them fit in `max_bytes` characters; None where there is none."""
-        if not self.enabled or not rows:
+        if not self.enabled or not rows or table.texts:
             return [None] * len(rows)
         if table.name.startswith("glyphs/"):
             self._glyph(table.name, table.paths[rows[0]])  # drawn once, not by every thread

@@ -247,7 +247,7 @@ def _read_ids(path: Path) -> dict[str, list[Any]]:
     if path.suffix == ".parquet":
         from pyarrow import parquet  # type: ignore[import-untyped]
 
-        known = [name for name in (*TEXTS, *BOX) if name in parquet.read_schema(path).names]
+        known = [name for name in (*TEXTS, *BOX, "text") if name in parquet.read_schema(path).names]
         table = parquet.read_table(path, columns=known)
         return {
             name: _texts(table[name], repeats=name != "path") if name in TEXTS else table[name].to_pylist() for name in known

@@ -24,6 +24,7 @@ Box: TypeAlias = tuple[float, float, float, float]
 
 MOST_BYTES = 10_000_000
 MOST_PIXELS = 40_000_000
+MOST_LETTERS = 5_000
 FORMATS = "JPEG, PNG, WebP, GIF or BMP"
 # pixels of a thumbnail: its short side, and the most of its long side
 THUMB, THUMB_LONG = 256, 640
@@ -60,7 +61,8 @@ class SearchService:
         self.model, self.searcher, self.gallery = model, searcher, searcher.gallery
         self.gallery.check_fits(model)
         self.gallery.check_images()
-        self._decoder = ImageDecoder(self.gallery.images.table, THUMB, square=False)
+        self._texts = self.gallery.images.table.texts
+        self._decoder = None if self._texts is not None else ImageDecoder(self.gallery.images.table, THUMB, square=False)
 
     def about(self) -> dict[str, Any]:
         """The run and the gallery in numbers."""
@@ -73,6 +75,8 @@ class SearchService:
             "checkpoint": model.checkpoint,
             "debug": model.debug,
             "gallery": self.gallery.about["source"],
+            "of_texts": self._texts is not None,
+            "most_letters": MOST_LETTERS,
             "images": len(self.gallery),
             "classes": len(self.gallery.class_sizes),
             "dim": self.gallery.embeddings.shape[1],
@@ -100,6 +104,7 @@ class SearchService:
             "label": label,
             "category": images.categories[row],
             "name": images.table.paths[row],
+            **({} if self._texts is None else {"text": self._texts[row]}),
             "class_size": self.gallery.class_sizes.get(label, 0),
         }
 
@@ -112,6 +117,8 @@ class SearchService:
 
     def search_part(self, row: int, box: Box, k: int, label: str = "") -> dict[str, Any]:
         """Neighbours of a part of an image of the gallery."""
+        if self._texts is not None:
+            raise RefusedError(400, "The gallery holds texts, which have no parts.")
         self.gallery.image_file(self._checked(row))
         table = self.gallery.images.table
         listed = (
@@ -129,6 +136,16 @@ class SearchService:
         began = time.perf_counter()
         return self._search(None, self.embed_upload(content, box), k, label, began)
 
+    def search_text(self, text: str, k: int, label: str = "") -> dict[str, Any]:
+        """Neighbours of a text."""
+        if self._texts is None:
+            raise RefusedError(400, "The gallery holds images: send an image, or ?item=ID.")
+        text = text.strip()
+        if not 0 < len(text) <= MOST_LETTERS:
+            raise RefusedError(400, f"The text must have 1 to {MOST_LETTERS:,} characters.")
+        began = time.perf_counter()
+        return self._search(None, self.model.embed(text), k, label, began)
+
     def search_link(self, link: str, k: int, label: str = "") -> dict[str, Any]:
         """Neighbours of an embedding that an earlier answer gave as its `link`."""
         began = time.perf_counter()
@@ -136,6 +153,8 @@ class SearchService:
 
     def embed_upload(self, content: bytes, box: Box | None = None) -> NDArray[np.float32]:
         """[d] of an uploaded image, prepared as files are."""
+        if self._texts is not None:
+            raise RefusedError(400, "The gallery holds texts: search with ?text=TEXT.")
         check_upload(content)
         try:
             return self.model.embed(content if box is None else read_guarded(content, partial(_part, box=box)))
@@ -168,8 +187,11 @@ class SearchService:
 
     def thumb(self, row: int) -> bytes:
         """A JPEG without the metadata of its file."""
+        self._checked(row)
+        if self._decoder is None:
+            raise RefusedError(404, "The gallery holds texts, which have no pictures.")
         try:
-            self.gallery.image_file(self._checked(row))
+            self.gallery.image_file(row)
             image = self._decoder.image(row)
         except UnreadableImageError:
             raise RefusedError(404, f"The file of image {row} is missing or cannot be read.") from None
@@ -190,7 +212,8 @@ class SearchService:
 
     def _checked(self, row: int) -> int:
         if not 0 <= row < len(self.gallery):
-            raise RefusedError(404, f"There is no image {row}: the gallery has 0 to {len(self.gallery) - 1}.")
+            noun = self.gallery.images.table.noun
+            raise RefusedError(404, f"There is no {noun} {row}: the gallery has 0 to {len(self.gallery) - 1}.")
         return row
 
 

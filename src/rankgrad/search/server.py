@@ -4,7 +4,8 @@
     /api/about            the run and the gallery in numbers
     /api/items            images to begin from: ?label=TEXT&seed=N&offset=N&limit=N
     /api/search           GET ?item=ID or ?link=TEXT, or POST with an image in the form field "image"; with ?k=N&label=TEXT
-                          and ?box=LEFT,TOP,RIGHT,BOTTOM, shares of the image's width and height
+                          and ?box=LEFT,TOP,RIGHT,BOTTOM, shares of the image's width and height; for a gallery of texts
+                          GET ?text=TEXT
     /thumb/ID             a small JPEG of an image of the gallery
 
 Images are named by their number alone; nothing that comes with a request becomes a path. Uploads are decoded and embedded one
@@ -102,6 +103,8 @@ def make_app(service: SearchService, *, hosts: list[str]) -> ASGIApp:
             async with _uploaded(request) as image:
                 work = partial(service.search_with, k=k, label=label, box=box)
                 return _json(await uploads.run(lambda: work(image.file.read(MOST_BYTES + 1))))
+        if "text" in asked:
+            return _json(await uploads.run(partial(service.search_text, asked["text"], k, label)))
         if "link" in asked:
             return _json(await run_in_threadpool(service.search_link, asked["link"], k, label))
         if "item" not in asked:

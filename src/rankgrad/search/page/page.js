@@ -1,5 +1,5 @@
 // The page's state is its address: #item=12 searches from image 12 of the gallery, #upload=1 with the second image that was
-// dropped, #link=... with an embedding that somebody shared; &k=48, &label=cat and &box=0.1,0.2,0.5,0.9 refine it. So Back,
+// dropped, #text=... with a text, #link=... with an embedding that somebody shared; &k=48, &label=cat and &box=0.1,0.2,0.5,0.9 refine it. So Back,
 // reload and links work as everywhere.
 
 const $ = (id) => document.getElementById(id);
@@ -19,7 +19,8 @@ function place() {
   const number = (name) => (/^\d{1,15}$/.test(given.get(name) || "") ? given.get(name) : null);
   const box = /^(?:[01](?:\.\d{1,6})?,){3}[01](?:\.\d{1,6})?$/.test(given.get("box") || "") ? given.get("box") : null;
   const shared = /^[\w-]{1,12000}$/.test(given.get("link") || "") ? given.get("link") : null;
-  return { item: number("item"), upload: number("upload"), link: shared, k: number("k"), label: given.get("label"), box };
+  const text = about && about.of_texts ? given.get("text") : null;
+  return { item: number("item"), upload: number("upload"), text, link: shared, k: number("k"), label: given.get("label"), box };
 }
 
 function address(changes) {
@@ -30,7 +31,7 @@ function address(changes) {
 }
 
 // the choices that stay from one query to the next
-const kept = () => address({ item: null, upload: null, link: null, box: null }).slice(1);
+const kept = () => address({ item: null, upload: null, text: null, link: null, box: null }).slice(1);
 const query = (start) => (kept() ? `#${start}&${kept()}` : `#${start}`);
 
 function element(name, classes, text) {
@@ -53,7 +54,10 @@ function icon(right) {
 }
 
 const count = (number, one, many) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
-const named = (item) => item.label || item.name.split("/").pop();
+const named = (item) => item.label || item.text || item.name.split("/").pop();
+// what the gallery holds, in numbers
+const counted = (number) => (about.of_texts ? count(number, "text", "texts") : count(number, "image", "images"));
+const others = (number) => (about.of_texts ? count(number, "other text", "other texts") : count(number, "other image", "other images"));
 const thumb = (item) => `/thumb/${item.id}?v=${about.version}`;
 
 async function ask(address, options) {
@@ -74,6 +78,11 @@ function complain(sentence) {
 }
 
 function picture(item) {
+  if (about.of_texts) {
+    const frame = element("span", "frame words");
+    frame.append(element("q", "", item.text));
+    return frame;
+  }
   const frame = element("span", "frame");
   const image = element("img");
   image.alt = "";
@@ -97,7 +106,7 @@ function tile(item) {
   line.append(element("span", "label", named(item)));
   link.append(frame, line);
   if (item.rank === undefined) {
-    link.setAttribute("aria-label", `Search from ${named(item)}, image ${item.id}`);
+    link.setAttribute("aria-label", `Search from ${named(item)}, ${about.of_texts ? "text" : "image"} ${item.id}`);
     return link;
   }
   frame.append(element("span", "rank", item.rank));
@@ -107,7 +116,7 @@ function tile(item) {
   filled.style.setProperty("--score", Math.min(1, Math.max(0, item.score)));
   bar.append(filled);
   link.append(bar);
-  if (item.label) link.append(element("span", "file-name", item.name.split("/").pop()));
+  if (item.label && !about.of_texts) link.append(element("span", "file-name", item.name.split("/").pop()));
   let verdict = "";
   if (item.right !== null) {
     frame.append(icon(item.right));
@@ -139,8 +148,11 @@ function showQuery(kind, label, name, address) {
   $("query-kind").textContent = kind;
   $("query-label").textContent = label;
   $("query-name").textContent = name;
-  $("query-image").src = address;
-  $("query-image").alt = label ? `The query, ${label}` : "The query";
+  $("query-frame").hidden = about.of_texts;
+  if (!about.of_texts) {
+    $("query-image").src = address;
+    $("query-image").alt = label ? `The query, ${label}` : "The query";
+  }
   $("found").hidden = false;
   document.body.classList.add("searching");
   $("gallery-title").textContent = "The gallery";
@@ -151,20 +163,20 @@ function tallied(answer) {
   const seconds = answer.seconds < 0.1 ? `${Math.max(1, Math.round(1000 * answer.seconds))} ms` : `${answer.seconds.toFixed(1)} s`;
   if (!found) return place().label ? "No label contains this text." : "Nothing was found.";
   const query = answer.query;
-  if (!query || !query.label) return `${count(found, "image", "images")} in ${seconds}`;
+  if (!query || !query.label) return `${counted(found)} in ${seconds}`;
   const right = answer.results.filter((item) => item.right).length;
   // the image that a part is of is found, too
-  const others = query.class_size - (place().box ? 0 : 1);
-  if (place().label) return `${count(found, "image", "images")} in ${seconds}`;
-  if (!others) return `${count(found, "image", "images")} in ${seconds}; no other image has its label`;
-  const all = place().box ? count(others, "image", "images") : count(others, "other image", "other images");
+  const rest = query.class_size - (place().box ? 0 : 1);
+  if (place().label) return `${counted(found)} in ${seconds}`;
+  if (!rest) return `${counted(found)} in ${seconds}; no other ${about.of_texts ? "text" : "image"} has its label`;
+  const all = place().box ? counted(rest) : others(rest);
   return `${right} of the ${all} of its label among the first ${found}, in ${seconds}`;
 }
 
 function showResults(answer) {
   $("results").replaceChildren(...listed(answer.results));
   $("tally").textContent = tallied(answer);
-  $("status").textContent = `${count(answer.results.length, "image", "images")} found. ${$("tally").textContent}`;
+  $("status").textContent = `${counted(answer.results.length)} found. ${$("tally").textContent}`;
 }
 
 function reset() {
@@ -202,7 +214,7 @@ function shownImage() {
 
 function request(at, upload) {
   const asked = new URLSearchParams();
-  for (const name of ["item", "link", "k", "label", "box"]) if (at[name]) asked.set(name, at[name]);
+  for (const name of ["item", "text", "link", "k", "label", "box"]) if (at[name]) asked.set(name, at[name]);
   if (!upload) return ask(`/api/search?${asked}`);
   const form = new FormData();
   form.append("image", upload.file);
@@ -216,17 +228,19 @@ async function follow() {
   for (const tile of $("items").querySelectorAll(".tile")) tile.href = query(`item=${tile.dataset.id}`);
   if (document.activeElement !== $("only")) $("only").value = at.label || "";
   $("count").value = [...$("count").options].some((option) => option.value === at.k) ? at.k : "24";
-  if (at.item === null && !upload && !at.link) {
+  if (document.activeElement !== $("text")) $("text").value = at.text || "";
+  if (at.item === null && !upload && !at.link && !at.text) {
     // dropped images do not outlive the page
     if (at.upload !== null) history.replaceState(null, "", location.pathname);
     reset();
     return;
   }
   complain();
-  if (upload) showQuery("Your image", upload.file.name || "Pasted image", "", upload.url);
-  else if (at.link) showQuery("A shared search", "The image was not shared", "", "/icon.svg");
-  else showQuery("From the gallery", `Image ${at.item}`, "", `/thumb/${at.item}?v=${about.version}`);
-  $("box-hint").hidden = Boolean(at.link);
+  if (at.text) showQuery("Your text", at.text, "", "");
+  else if (upload) showQuery("Your image", upload.file.name || "Pasted image", "", upload.url);
+  else if (at.link) showQuery("A shared search", about.of_texts ? "The text was not shared" : "The image was not shared", "", "/icon.svg");
+  else showQuery("From the gallery", `${about.of_texts ? "Text" : "Image"} ${at.item}`, "", `/thumb/${at.item}?v=${about.version}`);
+  $("box-hint").hidden = Boolean(at.link) || about.of_texts;
   showBox(at.box);
   const key = location.hash;
   const slow = setTimeout(wait, answers.has(key) ? 1e6 : 120);
@@ -237,7 +251,11 @@ async function follow() {
     if (mine !== turn) return;
     const answer = answers.get(key);
     link = answer.link || "";
-    if (answer.query) showQuery("From the gallery", named(answer.query), answer.query.name, thumb(answer.query));
+    if (answer.query) {
+      const { text, name, label } = answer.query;
+      if (about.of_texts) showQuery("From the gallery", text, label, "");
+      else showQuery("From the gallery", named(answer.query), name, thumb(answer.query));
+    }
     showBox(at.box);
     document.title = `${$("query-label").textContent} · ${about.run}`;
     clearTimeout(slow);
@@ -255,7 +273,7 @@ async function follow() {
 // the address of what is shown, for other people on this server
 async function share() {
   const at = place();
-  const hash = at.item === null && link ? address({ upload: null, box: null, link }) : location.hash;
+  const hash = at.item === null && !at.text && link ? address({ upload: null, box: null, link }) : location.hash;
   const text = new URL(hash, location.href).href;
   try {
     await navigator.clipboard.writeText(text);
@@ -351,6 +369,13 @@ function number(term, value) {
 
 function listen() {
   addEventListener("hashchange", follow);
+  $("ask-text").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = $("text").value.trim();
+    if (text.length > about.most_letters) return complain(`The text is longer than ${about.most_letters.toLocaleString("en")} characters.`);
+    if (text) location.hash = address({ item: null, upload: null, link: null, box: null, text });
+  });
+  if (about.of_texts) return listenToTools();
   $("file").addEventListener("change", (event) => {
     if (event.target.files.length) take(event.target.files);
     event.target.value = "";
@@ -372,6 +397,13 @@ function listen() {
     dragging(false);
     take(event.dataTransfer.files);
   });
+  $("query-frame").addEventListener("pointerdown", drawBox);
+  $("query-image").addEventListener("load", () => showBox(place().box));
+  addEventListener("resize", () => showBox(place().box));
+  listenToTools();
+}
+
+function listenToTools() {
   $("tools").addEventListener("submit", (event) => event.preventDefault());
   $("label").addEventListener("input", () => {
     clearTimeout(typing);
@@ -392,9 +424,6 @@ function listen() {
   });
   $("whole").addEventListener("click", () => { location.hash = address({ box: null }); });
   $("link").addEventListener("click", share);
-  $("query-frame").addEventListener("pointerdown", drawBox);
-  $("query-image").addEventListener("load", () => showBox(place().box));
-  addEventListener("resize", () => showBox(place().box));
   addEventListener("keydown", pressed);
 }
 
@@ -408,13 +437,16 @@ async function begin() {
   $("run").textContent = about.run;
   $("trained").textContent = `${about.recipe}, ${about.trunk}, ${about.checkpoint} checkpoint at step ${about.step.toLocaleString("en")}`;
   $("numbers").append(
-    number("images", about.images.toLocaleString("en")),
+    number(about.of_texts ? "texts" : "images", about.images.toLocaleString("en")),
     ...(about.classes ? [number("labels", about.classes.toLocaleString("en"))] : []),
     number("dimensions", about.dim.toLocaleString("en")),
     number(about.index === "exact" ? "search" : "index", about.index),
   );
   $("limits").textContent = `${about.kinds}, up to ${about.most_bytes / 1e6} MB`;
   $("debug").hidden = !about.debug;
+  $("ask-text").hidden = !about.of_texts;
+  $("ask-image").hidden = about.of_texts;
+  if (about.of_texts) $("results-title").textContent = "Nearest texts";
   listen();
   follow();
   browse();
