@@ -185,7 +185,7 @@ def test_a_debug_run_and_a_check_of_the_data(encoder, texts, tmp_path, capsys):
     assert train("--data", texts, "--trunk", encoder, "--debug", "--out", tmp_path / "run") == 0
     capsys.readouterr()
     assert cli.main(["check-data", "texts", str(texts)]) == 0
-    assert "48" in capsys.readouterr().out
+    assert "all-vs-all" in capsys.readouterr().out
 
 
 def test_pairs_are_tested_as_queries_among_the_positives(encoder, tmp_path):
