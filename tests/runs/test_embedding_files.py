@@ -196,3 +196,15 @@ def test_wrong_flags_are_a_sentence(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["eval", *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_pictures_are_found_beside_the_labels_or_below_the_image_root(made, tmp_path):
+    embeddings, labels = made
+    np.save("x.npy", embeddings)
+    (tmp_path / "lists").mkdir()
+    rows = [f"{CLASSES[label]}/{i}.jpg,{CLASSES[label]}" for i, label in enumerate(labels.tolist())]
+    (tmp_path / "lists" / "y.csv").write_text("\n".join(["path,label", *rows]))
+    arguments = ("--embeddings", "x.npy", "--labels", "lists/y.csv")
+    assert evaluate(*arguments)["root"] == str(tmp_path / "lists")
+    assert cli.main(["eval", *arguments, "--image-root", "photos", "--device", "cpu", "--out", "other"]) == 0
+    assert json.loads(Path("other/eval/test/result.json").read_text())["root"] == str(tmp_path / "photos")

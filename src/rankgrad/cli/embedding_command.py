@@ -41,8 +41,9 @@ def evaluate_embeddings(parser: Parser, given: argparse.Namespace) -> int:
     out = given.out or Path("runs") / f"eval-{given.embeddings.resolve().stem}"
     if out.exists():
         parser.error(f"{out} already exists: choose another folder with --out")
-    queries = read_embeddings(given.embeddings, given.labels)
-    gallery = None if given.gallery is None else read_embeddings(given.gallery, given.gallery_labels)
+    image_root = Path(given.image_root).expanduser() if "image_root" in given else None
+    queries = read_embeddings(given.embeddings, given.labels, image_root)
+    gallery = None if given.gallery is None else read_embeddings(given.gallery, given.gallery_labels, image_root)
     device = device_named(given.device)
     found = evaluate_files(queries, gallery, protocol=given.protocol, normalize=given.normalize, device=device)
     save_evaluation(found, out, given.embeddings.resolve())

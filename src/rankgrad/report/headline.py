@@ -104,6 +104,8 @@ def _large(run: Run, evaluation: Evaluation) -> str:
 
 def _selected(run: Run) -> str:
     if run.best is None:
+        if not run.journal:  # not trained here: embeddings from elsewhere, a shared model
+            return ""
         return paragraph("The last weights of the run were tested, unless another checkpoint was chosen.", class_="quiet")
     where = str(run.best.get("selected_on", "an evaluation"))
     told = f"The tested weights are the best on {where}: step {run.best.get('step')}, epoch {run.best.get('epoch')}."

@@ -40,22 +40,25 @@ class EmbeddingFile:
         path: the file, for messages.
         embeddings: [N, d].
         columns: of `COLUMNS`, [N] texts each; "label" is always there.
+        root: folder that relative paths of images begin at.
     """
 
     path: Path
     embeddings: NDArray[Any]
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    root: Path = Path()
 
     def __len__(self) -> int:
         return len(self.embeddings)
 
 
-def read_embeddings(path: Path, labels: Path | None = None) -> EmbeddingFile:
+def read_embeddings(path: Path, labels: Path | None = None, image_root: Path | None = None) -> EmbeddingFile:
     """Read embeddings and their labels.
 
     Args:
         path: .npy, .safetensors, .parquet, or a folder that `rankgrad embed` wrote.
         labels: .csv, .npy or .parquet; without it `path` must hold the labels, too.
+        image_root: folder that paths of images are relative to, by default that of `labels`, else of `path`.
     """
     if path.is_dir():
         lists = [path / name for name in ("ids.parquet", "ids.csv") if (path / name).is_file()]
@@ -76,7 +79,7 @@ def read_embeddings(path: Path, labels: Path | None = None) -> EmbeddingFile:
             )
     elif "label" not in columns:
         raise ValueError(f"{path} holds no labels: name a file of labels with --labels")
-    return EmbeddingFile(path, embeddings, columns)
+    return EmbeddingFile(path, embeddings, columns, (image_root or (labels or path).parent).absolute())
 
 
 def evaluate_files(
@@ -126,7 +129,7 @@ def make_table(queries: EmbeddingFile, gallery: EmbeddingFile | None = None) -> 
     categories = columns.get("category")
     names = tuple(dict.fromkeys(filter(None, categories or ())))
     marks = _marks(files, columns)
-    root, paths = _paths(columns.get("path"), len(labels), queries.path.parent)
+    root, paths = _paths(columns.get("path"), len(labels), queries.root)
     return Table(
         queries.path.stem,
         root,
