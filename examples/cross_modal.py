@@ -30,12 +30,11 @@ def main() -> None:
     image_tower = nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 16))
     text_tower = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 16))
     optimizer = torch.optim.AdamW([*image_tower.parameters(), *text_tower.parameters()], lr=3e-3)
-    loss = rg.SmoothAPLoss(tau=0.05)
+    loss = rg.both_ways(rg.SmoothAPLoss(tau=0.05))
     ids = torch.arange(256)
     for _ in range(options.steps):
         images, texts = make_pairs(len(ids), generator)
-        a, b = image_tower(images), text_tower(texts)
-        value = (loss(a, ids, b, ids) + loss(b, ids, a, ids)) / 2  # image to text, text to image
+        value = loss(image_tower(images), text_tower(texts), ids)  # image to text, text to image
         optimizer.zero_grad()
         value.backward()
         optimizer.step()

@@ -30,6 +30,7 @@ from rankgrad.losses.recall import (
     WeightedRecall,
 )
 from rankgrad.losses.simix import SiMix
+from rankgrad.losses.two_towers import both_ways
 from rankgrad.ops.autograd import Ranks
 from rankgrad.ops.levels import Levels
 from rankgrad.ops.pairs import Pairs
@@ -84,6 +85,7 @@ __all__ = [
     "TrainSettings",
     "UpperBound",
     "WeightedRecall",
+    "both_ways",
     "evaluate",
     "evaluate_scores",
     "fit",

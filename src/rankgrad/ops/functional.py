@@ -1,6 +1,7 @@
 """Losses of embeddings and of given scores: backend choice, the one-tile case and CUDA graphs live here and nowhere else.
 
     embedding_losses   queries against candidates, both as embeddings
+    two_way_losses     the mean of that and of the candidates against the queries
     score_losses       lists of ready scores
     exact_counts       exact ranks on the kernels, for evaluation
 
@@ -31,6 +32,7 @@ from rankgrad.ops.sources import (
     OneTileScores,
     TileLayout,
     TileRows,
+    TwoWayScores,
     is_one_tile,
 )
 
@@ -274,6 +276,58 @@ def embedding_losses(
         open_source = _tiled_source(built, rows.device, mixture, candidate_mixture)
     everyone = everyone or Queries(built.num_relevant if weights is None else built.num_relevant_in_order(), weights)
     return _run(open_source, ops, config, everyone, tensors, caller)
+
+
+def two_way_losses(
+    first: Tensor,
+    second: Tensor,
+    relevance: RelevanceInput,
+    config: LossConfig,
+    *,
+    score_scale: float | Tensor | None = None,
+    caller: str,
+) -> LossOutput:
+    """Mean of the losses of `first` [Q, d] against `second` [C, d] and of `second` against `first`.
+
+    Plain torch computes each tile of scores once for both. One list of losses is that of the first followed by the second.
+    """
+    if score_scale is not None:
+        first, scaled, config = _scaled(first, second, score_scale, config)
+        assert scaled is not None
+        second = scaled
+    compute, ranker = config.compute, config.ranker
+    like = first if _is_wide(first) else first.new_empty(0, dtype=torch.float32)
+    backend = resolve(compute.backend, like, ranker, caller=caller)
+    if backend != "tiled" or is_one_tile(len(first), len(second), first.device):
+        there = embedding_losses(first, second, relevance, config, caller=caller)
+        back = embedding_losses(second, first, relevance.transposed(), config, caller=caller)
+        weights = torch.cat([way.query_weights.expand(len(x)) for way, x in ((there, first), (back, second))]) / 2
+        none = config.reduction.kind == "none"
+        loss = torch.cat((there.loss, back.loss)) if none else (there.loss + back.loss) / 2
+        return LossOutput(loss, there.used_queries + back.used_queries, weights)
+    rows = _prepared(first, compute, backend)
+    others = _prepared(second, compute, backend).to(rows.dtype)
+    built = relevance.build()
+    ways = built, built.transposed()
+    layouts = [TileLayout.of(way, rows.device) for way in ways]
+    used, shares = [], []
+    for way in ways:
+        queries = Queries(way.num_relevant)
+        used.append(config.reduction.used_queries(queries.num_relevant, caller))
+        share = config.reduction.query_weights(queries, used[-1], (rows, others))
+        shares.append(share.expand(len(way.query_order)))
+
+    def open_source(a: Tensor, b: Tensor) -> ScoreSource:
+        there, back = layouts
+        return TwoWayScores(
+            DenseRows(a, there.relevance.query_order), DenseRows(b, there.relevance.candidate_order), there, back
+        )
+
+    # the weights of either way, so that a blackbox step is that of a call of its own
+    weights, mean = torch.cat(shares), config.reduction.kind == "mean"
+    seed = int(torch.randint(2**40, ())) if ranker.draws else 0
+    loss = rank_losses(RankCall(open_source, ranker, config.objective, weights, mean, seed), rows, others)
+    return LossOutput(loss / 2 if mean else loss, used[0] + used[1], weights / 2)
 
 
 def score_losses(

@@ -148,6 +148,9 @@ class LevelLists:
         part = self.classes.shard(rows)
         return LevelLists(self.labels[rows], self._refs, part.self_index, self.table, self.rank_self)
 
+    def transposed(self) -> "LevelLists":
+        return LevelLists(self._refs, self.labels, None, self.table, self.rank_self)
+
     def dense(self) -> tuple[Tensor, Tensor | None]:
         relevant, candidates = self.classes.dense()
         return relevant * level_gains(self.labels, self._refs[None], self.table), candidates

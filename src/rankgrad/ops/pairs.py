@@ -245,6 +245,12 @@ class PairLists:
             in_batch=False,
         )
 
+    def transposed(self) -> "PairLists":
+        item, order = self.item.sort(stable=True)  # queries of an item stay ascending
+        gain = None if self.gain is None else self.gain[order]
+        shape = self.num_candidates, self.num_queries
+        return PairLists(item, self.query[order], gain, None, *shape, self.rank_self, in_batch=False)
+
     @property
     def num_relevant(self) -> Tensor:
         return torch.bincount(self.query, minlength=self.num_queries)
@@ -332,6 +338,25 @@ class PairRelevance:
 
     def to(self, device: torch.device) -> "PairRelevance":
         return moved_to(self, device)
+
+    def transposed(self) -> "PairRelevance":
+        """See `EngineRelevance`."""
+        # the queries of a candidate in the caller's order, as ties are ranked
+        order = torch.argsort(self.query_order[self.row], stable=True)
+        order = order[torch.argsort(self.column[order], stable=True)]
+        num_relevant = torch.bincount(self.column, minlength=len(self.candidate_order))
+        return PairRelevance(
+            query_order=self.candidate_order,
+            candidate_order=self.query_order,
+            row=self.column[order],
+            column=self.row[order],
+            gain=None if self.gain is None else self.gain[order],
+            edges=torch.cat((num_relevant.new_zeros(1), num_relevant.cumsum(0))),
+            self_column=torch.full_like(self.candidate_order, -1),
+            num_relevant=num_relevant,
+            list_length=torch.full_like(self.candidate_order, len(self.query_order)),
+            rank_self=self.rank_self,
+        )
 
     def num_relevant_in_order(self) -> Tensor:
         """[Q] relevant candidates of each query, in the caller's order."""

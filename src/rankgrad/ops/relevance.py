@@ -100,6 +100,10 @@ class RelevanceInput(Protocol):
         """Some of the queries, all candidates."""
         ...
 
+    def transposed(self) -> Self:
+        """The references as queries: a candidate is relevant to a query if the query was to it. None is its own candidate."""
+        ...
+
     def dense(self) -> tuple[Tensor, Tensor | None]:
         """[Q, C] relevance, and [Q, C] which are candidates at all, None where all are."""
         ...
@@ -167,6 +171,10 @@ class EngineRelevance(Protocol):
         ...
 
     def to(self, device: torch.device) -> Self: ...
+
+    def transposed(self) -> Self:
+        """Candidates as queries and queries as candidates, both in the same orders."""
+        ...
 
     def num_relevant_in_order(self) -> Tensor:
         """[Q] relevant candidates of each query, in the caller's order."""
@@ -253,6 +261,10 @@ class Labels:
             return Labels(self.labels[rows], self.labels, index[rows], self.rank_self)
         self_index = None if self.self_index is None else self.self_index[rows]
         return Labels(self.labels[rows], self.ref_labels, self_index, self.rank_self)
+
+    def transposed(self) -> "Labels":
+        assert self.ref_labels is not None, "a batch against itself has no other direction"
+        return Labels(self.ref_labels, self.labels, rank_self=self.rank_self)
 
     def dense(self) -> tuple[Tensor, Tensor | None]:
         refs = self.labels if self.ref_labels is None else self.ref_labels
@@ -434,6 +446,24 @@ class IntervalRelevance:
     def query_intervals(self) -> tuple[Tensor, Tensor]:
         """[C] first and one past the last query of each candidate's class, both in class order."""
         return torch.searchsorted(self.start, self.class_start), torch.searchsorted(self.start, self.class_start, right=True)
+
+    def transposed(self) -> "IntervalRelevance":
+        """See `EngineRelevance`."""
+        start, stop = self.query_intervals()
+        return IntervalRelevance(
+            query_order=self.candidate_order,
+            candidate_order=self.query_order,
+            start=start,
+            stop=stop,
+            class_start=torch.searchsorted(self.start, self.start),
+            self_column=torch.full_like(start, -1),
+            num_relevant=stop - start,
+            list_length=torch.full_like(start, len(self.query_order)),
+            rank_self=self.rank_self,
+            query_levels=self.candidate_levels,
+            candidate_levels=self.query_levels,
+            table=self.table,
+        )
 
     def hide_(self, tile: Tensor, rows: slice, columns: slice, width: int) -> None:
         """See `EngineRelevance`."""

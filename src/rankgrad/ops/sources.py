@@ -1,6 +1,7 @@
 """Score sources in plain torch, for any device: scores tile by tile, made again for the backward pass.
 
     EmbeddingScores   scores are products of queries and candidates and are never stored
+    TwoWayScores      the same with the candidates as queries too
     OneTileScores     the same for a small batch, in one tile that is kept
     GivenScores       scores are given as a matrix
 
@@ -248,7 +249,7 @@ class EmbeddingScores(TiledSource):
         self.symmetric = queries is candidates
 
     def positives(self, block: int) -> PositiveScores:
-        rows = self.row_blocks[block]
+        rows = self.layout.row_blocks[block]
         columns, valid = self.relevance.positives(rows, self.layout.extents[block][0])
         queries = self.queries.read(rows)
         scores = queries.new_full(columns.shape, torch.inf)
@@ -268,7 +269,7 @@ class EmbeddingScores(TiledSource):
         )
 
     def _tile_pairs(self) -> Iterator[TilePair]:
-        for i, rows in enumerate(self.row_blocks):
+        for i, rows in enumerate(self.layout.row_blocks):
             queries = self.queries.read(rows)
             for z, columns in enumerate(self.layout.column_blocks):
                 if self.symmetric and z < i:
@@ -308,11 +309,15 @@ class EmbeddingScores(TiledSource):
         self.candidates.add_grad(pair.columns, gradient.t() @ pair.queries)
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
+        self.add_positive_grads(d_positives)
+        return (self.queries.base_grad(),) if self.symmetric else (self.queries.base_grad(), self.candidates.base_grad())
+
+    def add_positive_grads(self, d_positives: list[Tensor]) -> None:
+        """Accumulate the gradients of the positives' scores."""
         if isinstance(self.relevance, PairRelevance):
             self._add_pairs(self.relevance, d_positives)
         else:
             self._add_blocks(d_positives)
-        return (self.queries.base_grad(),) if self.symmetric else (self.queries.base_grad(), self.candidates.base_grad())
 
     def _add_pairs(self, pairs: PairRelevance, d_positives: list[Tensor]) -> None:
         everyone, everything = slice(0, len(pairs.query_order)), slice(0, len(pairs.candidate_order))
@@ -321,7 +326,7 @@ class EmbeddingScores(TiledSource):
         self.candidates.add_grad(everything, pairs.queries_of_candidates(values, self.queries.read(everyone)))
 
     def _add_blocks(self, d_positives: list[Tensor]) -> None:
-        for block, (rows, d_scores) in enumerate(zip(self.row_blocks, d_positives, strict=True)):
+        for block, (rows, d_scores) in enumerate(zip(self.layout.row_blocks, d_positives, strict=True)):
             columns, valid = self.relevance.positives(rows, self.layout.extents[block][0])
             queries = self.queries.read(rows)
             for part in self.layout.positive_blocks[block]:
@@ -331,6 +336,34 @@ class EmbeddingScores(TiledSource):
                 gradient.scatter_add_(1, at, torch.where(here, d_scores[local], 0))
                 candidates = self.candidates.read(part.columns)
                 self._add_grad(TilePair([], part.rows, part.columns, queries[local], candidates), [gradient])
+
+
+class TwoWayScores(EmbeddingScores):
+    """Queries against candidates, and the candidates as queries against the queries: a product serves a tile and its transpose.
+
+    The queries of the source are those of both ways, one after the other.
+    """
+
+    def __init__(self, queries: TileRows, candidates: TileRows, there: TileLayout, back: TileLayout) -> None:
+        super().__init__(queries, candidates, there)
+        self.back = EmbeddingScores(candidates, queries, back)
+        self.blocks_there, offset = len(there.row_blocks), len(there.relevance.query_order)
+        self.row_blocks = [*there.row_blocks, *(slice(c.start + offset, c.stop + offset) for c in back.row_blocks)]
+        self.query_order = torch.cat((there.relevance.query_order, back.relevance.query_order + offset))
+
+    def positives(self, block: int) -> PositiveScores:
+        return super().positives(block) if block < self.blocks_there else self.back.positives(block - self.blocks_there)
+
+    def _tile_pair(self, i: int, z: int, rows: slice, columns: slice, queries: Tensor, candidates: Tensor) -> TilePair:
+        pair = super()._tile_pair(i, z, rows, columns, queries, candidates)
+        # what is relevant one way is relevant the other way, so that the transpose hides the same scores
+        key = self.blocks_there * len(self.layout.column_blocks) + pair.tiles[0].key
+        pair.tiles.append(Tile(pair.tiles[0].scores.t(), self.blocks_there + z, key))
+        return pair
+
+    def add_positive_grads(self, d_positives: list[Tensor]) -> None:
+        super().add_positive_grads(d_positives[: self.blocks_there])
+        self.back.add_positive_grads(d_positives[self.blocks_there :])
 
 
 class OneTileScores:

@@ -1,0 +1,59 @@
+"""Both directions of retrieval between two sets of embeddings, such as images and texts."""
+
+from torch import Tensor, nn
+
+from rankgrad.losses.rank_loss import RankLoss
+from rankgrad.ops.functional import two_way_losses
+from rankgrad.ops.relevance import Relevance
+
+
+class TwoWayLoss(nn.Module):
+    """Mean of `loss` over both directions; see `both_ways`."""
+
+    used_queries: Tensor
+    query_weights: Tensor
+
+    def __init__(self, loss: RankLoss) -> None:
+        super().__init__()
+        if not isinstance(loss, RankLoss):
+            raise TypeError(f"both_ways: loss must be a RankLoss, got {type(loss).__name__}")
+        self.loss = loss
+
+    def forward(
+        self,
+        first: Tensor,
+        second: Tensor,
+        ids: Tensor | None = None,
+        second_ids: Tensor | None = None,
+        *,
+        relevance: Relevance | None = None,
+    ) -> Tensor:
+        """Mean of the losses of `first` [Q, d] ranked against `second` [C, d] and of `second` against `first`.
+
+        Args:
+            first: [Q, d] embeddings, of images for instance.
+            second: [C, d] embeddings, of texts for instance.
+            ids: [Q] integers: items of the same number belong together, any number of each.
+            second_ids: [C] those of `second`; by default `ids`.
+            relevance: in place of ids, `Pairs` of a row of `first` and one of `second`, or `Levels` of both.
+        """
+        loss = self.loss
+        if relevance is None:
+            second_ids = ids if second_ids is None else second_ids
+        given = loss.checked_relevance(first, ids, second, second_ids, None, None, relevance)
+        scale = loss.temperature.score_scale(loss.ranker)
+        output = two_way_losses(first, second, given, loss.config, score_scale=scale, caller=loss.name)
+        self.used_queries, self.query_weights = output.used_queries, output.query_weights
+        return output.loss
+
+
+def both_ways(loss: RankLoss) -> TwoWayLoss:
+    """`loss` of two towers in both directions: image to text and text to image.
+
+        loss = rg.both_ways(rg.SmoothAPLoss(tau=0.05))
+        loss(image_embeddings, text_embeddings, ids)
+
+    The value is (loss(a, ids, b, ids) + loss(b, ids, a, ids)) / 2. In plain torch a tile of scores is computed once for both
+    directions; the fused kernels make two passes. With reduction "none" the losses of the first set come first.
+    """
+    return TwoWayLoss(loss)
