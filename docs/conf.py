@@ -47,6 +47,7 @@ nb_execution_raise_on_error = True
 # torch says something of its own on some machines
 nb_output_stderr = "remove"
 
+autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"

@@ -52,8 +52,11 @@ DATA_TITLES = {
 
 def write(folder: Path) -> None:
     """Write every page whose content changed."""
-    folder.mkdir(exist_ok=True)
-    _replace(folder / "api.rst", api_page())
+    (folder / "api").mkdir(parents=True, exist_ok=True)
+    pages = api_pages()
+    for name, text in pages.items():
+        _replace(folder / "api" / f"{name}.rst", text)
+    _replace(folder / "api.rst", api_index(list(pages)))
     _replace(folder / "recipes.md", recipes_page())
     shutil.copy2(ROOT / "examples" / "glyphs.ipynb", folder / "glyphs.ipynb")
 
@@ -63,16 +66,22 @@ def _replace(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def api_page() -> str:
-    """Every public name, in sections."""
-    parts = ["API reference", "=============", "", "``import rankgrad as rg``", ""]
-    for title, names in _own_names().items():
-        parts += _section(title, "rankgrad", names)
+def api_index(pages: Sequence[str]) -> str:
+    """The page that lists the others."""
+    entries = "\n".join(f"   api/{name}" for name in pages)
+    return f"API reference\n=============\n\n``import rankgrad as rg``\n\n.. toctree::\n   :maxdepth: 1\n\n{entries}\n"
+
+
+def api_pages() -> dict[str, str]:
+    """Every public name, a page for each kind."""
+    parts = {title: _section(title, "rankgrad", names) for title, names in _own_names().items()}
+    own = {id(getattr(rg, each)) for each in rg.__all__}
     for name, title in SECTIONS.items():
         module = importlib.import_module(name)
-        own = {id(getattr(rg, each)) for each in rg.__all__}
-        parts += _section(title, name, [each for each in _public(module) if id(getattr(module, each)) not in own])
-    return "\n".join(parts)
+        parts[title] = _section(title, name, [each for each in _public(module) if id(getattr(module, each)) not in own])
+    return {
+        title.lower().replace(",", "").replace(" ", "_").replace("-", "_"): "\n".join(lines) for title, lines in parts.items()
+    }
 
 
 def _own_names() -> dict[str, list[str]]:
@@ -111,7 +120,7 @@ def _is_alias(value: object) -> bool:
 
 
 def _section(title: str, module: str, names: Sequence[str]) -> list[str]:
-    parts = [title, "-" * len(title), ""]
+    parts = [title, "=" * len(title), ""]
     if module != "rankgrad":
         parts += [f"``{module}``", ""]
     parts += [f".. currentmodule:: {module}", "", ".. autosummary::", "", *(f"   {name}" for name in names), ""]
