@@ -19,7 +19,9 @@ RUNS = {
     "graded_lists": (["--steps", "20"], "after:  NDCG ", ()),
     "lightning_module": (["--epochs", "1"], "'val_mAP': ", ("lightning",)),
     "metric_learning": (["--steps", "3"], "Smooth-AP, mined pairs: test mAP ", ("pytorch_metric_learning",)),
+    "multi_label": (["--steps", "3"], "step 3: test NDCG ", ()),
     "own_dataset": (["--epochs", "1", "--batch-size", "960"], "finished after ", ("matplotlib", "safetensors")),
+    "own_images": (["--epochs", "1"], "after:  test R@1 ", ("timm", "torchvision")),
     "own_loop": (["--epochs", "1", "--batch-size", "960"], "epoch 1: loss ", ("matplotlib",)),
     "sentence_encoder": (["--epochs", "1"], "after:  mAP ", ("sentence_transformers", "datasets")),
 }
