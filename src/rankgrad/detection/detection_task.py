@@ -128,6 +128,9 @@ class DetectionTask:
     def make_loss(self) -> DetectionObjective:
         return DetectionObjective(classification_loss(self.recipe), len(self.class_names))
 
+    def warm_up(self) -> None:
+        return None
+
     def make_batches(self) -> DetectionBatches:
         self._check_classes(self.scenes(TRAIN))
         return self._batches(self.scenes(TRAIN))

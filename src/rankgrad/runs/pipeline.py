@@ -17,6 +17,7 @@ from rankgrad.runs.results_table import comparison
 from rankgrad.runs.run_folder import DEBUG_NOTICE, UNTRAINED, RunFile, RunFolder
 from rankgrad.runs.task import VALIDATION, SplitResult, Task
 from rankgrad.runs.tester import TestedWeights, Tester, Which
+from rankgrad.runs.warm_up import BatchesAfter
 from rankgrad.train.journal import JOURNAL, entries
 from rankgrad.train.loop import Evaluator, fit
 from rankgrad.train.processes import Processes
@@ -198,7 +199,8 @@ def _train(
     if resume and not begun:
         context.processes.on_first(folder.remove_untrained_checkpoint)
     _check_data(task, folder, begun=begun)
-    batches = task.make_batches()
+    waits = task.warm_up()
+    batches = task.make_batches() if waits is None else BatchesAfter(task.make_batches(), waits)
     # a checkpoint has all weights: the file or download that training began with is not needed again
     model = task.make_model(pretrained=not begun)
     if not begun:

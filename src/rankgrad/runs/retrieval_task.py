@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -30,8 +31,10 @@ from rankgrad.runs.retrieval_evaluation import SplitEvaluator, evaluate_shards
 from rankgrad.runs.retrieval_recipe import METRIC_LEARNING, RetrievalRecipe
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RETRIEVAL, VALIDATION, RunContext, SplitResult, TestIdentity
+from rankgrad.runs.warm_up import InBackground, warm_up
 from rankgrad.train.large_batch import Loss
 from rankgrad.train.loop import Evaluator
+from rankgrad.train.settings import AUTOCAST
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -215,6 +218,16 @@ class RetrievalTask:
         if self.recipe.memory:
             return EmbeddingMemory(loss, self.recipe.memory)
         return loss
+
+    def warm_up(self) -> Callable[[], None] | None:
+        recipe, device = self.recipe, self.context.device
+        plain = recipe.loss in PRESETS and not (recipe.simix or recipe.memory or self.context.processes.size > 1)
+        if device.type != "cuda" or not plain or not (recipe.trains and recipe.batch_size and recipe.dim):
+            return None
+        loss = PRESETS[recipe.loss].build(recipe)
+        loss.cuda_graphs = False
+        shape = (recipe.batch_size, recipe.per_class or ASSUMED_PER_CLASS, recipe.dim)
+        return InBackground(partial(warm_up, loss, *shape, device, AUTOCAST[recipe.precision])).wait
 
     def make_batches(self) -> ImageBatches | TextBatches:
         return training_batches(self.recipe, self.data.training(self.recipe)[0], self.context)

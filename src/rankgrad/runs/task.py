@@ -1,6 +1,6 @@
 """What a run is of, as the pipeline sees it: the protocol that retrieval, detection and later tasks implement."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
@@ -170,6 +170,10 @@ class Task(Protocol):
 
     def make_loss(self) -> Loss:
         """The loss, for the processes of the context."""
+        ...
+
+    def warm_up(self) -> Callable[[], None] | None:
+        """Begin in a thread what the first step would wait for, and return what waits for its end; None: there is nothing."""
         ...
 
     def make_batches(self) -> Batches:
