@@ -407,3 +407,26 @@ def test_a_real_study_in_miniature(tree, tmp_path, capsys):
     ] * 2
     assert (tmp_path / "x" / "table.md").exists()
     assert out.count("note: partial copy") == 1, "a note is printed once, however many runs it concerns"
+
+
+def test_a_real_study_that_chooses_in_miniature(tree, tmp_path, capsys):
+    command = ["study", "cars", "--data", str(tree("cars")), "--debug", "--only", "SmoothAPLoss", "--out", str(tmp_path)]
+    assert cli.main([*command, "--lr", "1e-3", "--device", "cpu", "--cache", "none"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^\| SmoothAPLoss +\|( +[\d.]+ \[[\d.]+, [\d.]+\] +\|){5} tau=0\.\d+ \| +[\d.]+ m?s \|$", out, re.MULTILINE
+    )
+    with (tmp_path / "cars.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["split"], row["changes"].split()[-1]) for row in rows[:2]] == [
+        ("validation", "tau=0.01"),
+        ("validation", "tau=0.03"),
+    ]
+    with (tmp_path / "cars-curves.csv").open(newline="") as file:
+        curve = list(csv.DictReader(file))
+    # the last point is that of the table, and it was not computed twice
+    assert curve[-1]["R@1"] == rows[-1]["R@1"]
+    assert out.count("evaluating test") == len(curve)
+    runs = list((tmp_path / "runs").iterdir())
+    assert len(runs) == 3
+    assert not any((run / "checkpoints").exists() for run in runs)
