@@ -90,7 +90,7 @@ SIGNATURES = {
     "DistributedRankLoss": {"loss": ..., "group": None},
     "LargeBatch": {"model": ..., "loss": ..., "chunk_size": ..., "keep": "auto", "autocast": None},
     "load": {"path": ..., "device": "auto", "checkpoint": None},
-    "evaluate": {"embeddings": ..., "labels": ..., "ref_emb": None, "ref_labels": None},
+    "evaluate": {"embeddings": ..., "labels": None, "ref_emb": None, "ref_labels": None},
     "evaluate_scores": {"scores": ..., "relevance": ..., "candidates": None},
     "MulticlassRankLoss": {"loss": None, "interclass": 1 / 3, "memory": 0},
 }

@@ -15,10 +15,12 @@ from rankgrad.eval.label_codes import as_integers, encode, list_labels
 from rankgrad.eval.memory_plan import MemoryPlan, plan_memory
 from rankgrad.eval.metrics import checked_ks
 from rankgrad.eval.protocols import PROTOCOLS, EvaluationInputs, planned
-from rankgrad.eval.relevant_pairs import SameLabelPairs
+from rankgrad.eval.relevant_pairs import GradedPairs, LevelPairs, SameLabelPairs, SparsePairs
 from rankgrad.eval.result import Protocol, Result
 from rankgrad.eval.revisited import revisited
 from rankgrad.ops.functional import Backend, resolve
+from rankgrad.ops.levels import Levels
+from rankgrad.ops.pairs import Pairs
 from rankgrad.ops.rankers import Exact
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
@@ -29,10 +31,11 @@ BACKENDS = ("auto", "triton", "tiled")
 
 def evaluate(
     embeddings: Array,
-    labels: Tensor | ArrayLike,
+    labels: Tensor | ArrayLike | None = None,
     ref_emb: Array | None = None,
     ref_labels: Tensor | ArrayLike | None = None,
     *,
+    relevance: Pairs | Levels | None = None,
     ks: Sequence[int] = (1, 10, 100, 1000),
     protocol: str | Protocol | None = None,
     categories: Tensor | ArrayLike | None = None,
@@ -58,6 +61,9 @@ def evaluate(
         labels: [Q] integers or strings.
         ref_emb: [C, d] the gallery, possibly a memmap larger than memory. Without it every item is ranked against all others.
         ref_labels: [C] labels of the gallery, of the same kind.
+        relevance: in place of labels, `Pairs` of query and candidate rows, or `Levels` of labels from coarse to fine. With
+            gains NDCG is graded and the result has H-AP, hierarchical average precision. Under `Levels` a candidate that
+            shares the coarsest level is relevant, in all metrics.
         ks: cut-offs, any positive integers.
         protocol: "all-vs-all", "query-gallery" or "vehicleid-official"; by default one of the first two. For
             ROxford and RParis see `revisited`.
@@ -76,7 +82,17 @@ def evaluate(
         progress: called with the number of scores done and in all.
     """
     caller = "evaluate"
+    if (labels is None) == (relevance is None):
+        came = "neither" if labels is None else "both"
+        raise TypeError(f"{caller}: give either labels or relevance, got {came}")
     chosen = _protocol(protocol, gallery=ref_emb is not None)
+    if relevance is not None:
+        if chosen.name == "vehicleid-official" or backend == "triton":
+            raise ValueError(f"{caller}: relevance needs protocol all-vs-all or query-gallery and backend 'auto' or 'tiled'")
+        _refuse(chosen, ref_labels=ref_labels, categories=categories, category_gain=category_gain)
+        labels = np.arange(len(embeddings))  # nobody asks for them
+        ref_labels = None if ref_emb is None else np.arange(len(ref_emb))
+    assert labels is not None
     if chosen.name != "vehicleid-official":
         _refuse(chosen, repeats=repeats, seed=seed)
     else:
@@ -103,9 +119,13 @@ def evaluate(
         kernels=_kernels(inputs, backend, caller),
         progress=progress,
     )
+    if relevance is not None:
+        inputs = replace(inputs, relevance=_given(relevance, inputs, caller), kernels=False)
     check_count(inputs.repeats, name="repeats", caller=caller)
     check_count(inputs.seed, name="seed", caller=caller, least=0)
     _check_grades(inputs, caller, given=ref_categories is not None)
+    if inputs.relevance is not None and not inputs.relevance.num_relevant.any():
+        raise ValueError(f"{caller}: no query has a relevant candidate: relevance holds no pair with a gain above 0")
     if not _num_relevant(inputs).any():
         raise ValueError(
             f"{caller}: no query has a relevant candidate: {len(inputs.queries)} queries and {len(inputs.candidates)} "
@@ -294,7 +314,26 @@ def _check_grades(inputs: EvaluationInputs, caller: str, *, given: bool) -> None
         raise ValueError(f"{caller}: category_gain needs categories, and ref_categories for a gallery")
 
 
+def _given(relevance: Pairs | Levels, inputs: EvaluationInputs, caller: str) -> GradedPairs:
+    """Relevance of all queries, checked."""
+    candidates = None if inputs.gallery is None else len(inputs.gallery)
+    own = None if inputs.self_index is None else torch.from_numpy(inputs.self_index)
+    if isinstance(relevance, Levels):
+        levels = relevance.of_batch(len(inputs.queries), candidates, own, caller=caller)
+        rows, refs = (
+            t.cpu().numpy() for t in (levels.labels, levels.labels if levels.ref_labels is None else levels.ref_labels)
+        )
+        return LevelPairs(rows, refs, inputs.self_candidate, levels.table.numpy())
+    if not isinstance(relevance, Pairs):
+        raise TypeError(f"{caller}: relevance must be Pairs or Levels, got {type(relevance).__name__}")
+    pairs = relevance.of_batch(len(inputs.queries), candidates, own, caller=caller)
+    gain = None if pairs.gain is None else pairs.gain.double().cpu().numpy()
+    return SparsePairs(pairs.query.cpu().numpy(), pairs.item.cpu().numpy(), gain, inputs.self_candidate)
+
+
 def _num_relevant(inputs: EvaluationInputs) -> Index:
+    if inputs.relevance is not None:
+        return inputs.relevance.num_relevant
     return SameLabelPairs(inputs.labels, inputs.candidate_labels, inputs.self_candidate).num_relevant
 
 
@@ -308,6 +347,7 @@ def _plan(inputs: EvaluationInputs, memory_limit: int | None, caller: str, *, su
         graded=inputs.category_gain is not None,
         kernels=inputs.kernels,
         subsets=subsets,
+        listed=inputs.relevance is not None,
         memory_limit=memory_limit,
         caller=caller,
     )

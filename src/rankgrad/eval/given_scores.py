@@ -15,6 +15,7 @@ from rankgrad.eval.label_codes import encode
 from rankgrad.eval.metrics import PositiveRanks, checked_ks, metric_columns, per_query
 from rankgrad.eval.protocols import type_of
 from rankgrad.eval.result import Protocol, Result
+from rankgrad.ops.pairs import Pairs
 from rankgrad.ops.score_groups import Groups
 
 CALLER = "evaluate_scores"
@@ -62,7 +63,7 @@ class _ScoreLists:
 
 def evaluate_scores(
     scores: Array,
-    relevance: Tensor | ArrayLike,
+    relevance: Tensor | ArrayLike | Pairs,
     candidates: Tensor | ArrayLike | None = None,
     *,
     group_sizes: Sequence[int] | Tensor | ArrayLike | None = None,
@@ -77,7 +78,7 @@ def evaluate_scores(
     Args:
         scores: [Q, C] a list per query, tensor or numpy array; [N] one list after another with `group_sizes`.
         relevance: of the same shape: bool, or gains of at least 0. A candidate with a gain above 0 is relevant; NDCG uses the
-            gains as they are, so give 2**grade - 1 for exponential gains.
+            gains as they are, so give 2**grade - 1 for exponential gains. Or `Pairs` of row and column of [Q, C] scores.
         candidates: of the same shape, bool: False is padding and not ranked, whatever its score and relevance are.
         group_sizes: [Q] lengths of the lists, as in LightGBM.
         labels: [Q] classes of the queries, for `Result.by_class` and intervals by class.
@@ -99,6 +100,10 @@ def _checked(
         shape = "[queries, candidates]" if wanted == 2 else "[items] with group_sizes"
         raise ValueError(f"{CALLER}: scores must be {shape} with at least one score, got shape {tuple(given.shape)}")
     groups = None if group_sizes is None else Groups.of(group_sizes, len(given), CALLER)
+    if isinstance(relevance, Pairs):
+        if groups is not None:
+            raise TypeError(f"{CALLER}: with group_sizes relevance must be one number per score, got Pairs")
+        relevance = relevance.of_batch(*given.shape, caller=CALLER).dense()[0]
     gains = _tensor(relevance, "relevance", given)
     mask = None if candidates is None else _tensor(candidates, "candidates", given)
     if mask is not None and mask.dtype != torch.bool:

@@ -40,6 +40,7 @@ def plan_memory(
     graded: bool = False,
     kernels: bool = False,
     subsets: bool = False,
+    listed: bool = False,
     memory_limit: int | None,
     caller: str,
 ) -> MemoryPlan:
@@ -54,6 +55,7 @@ def plan_memory(
         graded: whether whole lists are sorted.
         kernels: whether fused kernels count.
         subsets: whether queries and gallery are drawn from the rows and copied.
+        listed: whether relevance is given in place of labels.
         memory_limit: bytes for everything; None bounds the relevant pairs only.
         caller: function that error messages name.
     """
@@ -73,7 +75,7 @@ def plan_memory(
         # rows in float32 and as two float16 halves; all metrics of a slice of pairs
         + (8 * dim * (len(queries) + len(candidates)) + PAIR_BYTES * min(MAX_PAIRS, int(widths.sum())) if kernels else 0)
     )
-    one_set = gallery is None and not queries.on_disk and not kernels and not subsets
+    one_set = gallery is None and not queries.on_disk and not kernels and not subsets and not listed
     least = 0
     for symmetric in (True, False) if one_set else (False,):
         height = side if symmetric else row_tile(len(widths), side)

@@ -24,6 +24,9 @@ COLUMN_OF = {
     "NDCG": "ndcg",
 }
 
+# The metric that graded relevance adds.
+GRADED_COLUMN = {"H-AP": "hierarchical_average_precision"}
+
 DEFINITIONS = {
     "R@k": "1 if a relevant item is among the first k, else 0 (a hit; what metric learning papers call recall@k)",
     "recall@k": "share of the relevant items that is among the first k",
@@ -33,6 +36,8 @@ DEFINITIONS = {
     "RP": "R-precision: share of the first R places that relevant items hold",
     "MRR": "1 / rank of the first relevant item",
     "NDCG": "sum of gain / log2(1 + rank), divided by its value for the best order; the gain is 1 unless grades are given",
+    "H-AP": "hierarchical average precision of graded relevance: sum over relevant items of (their gain and, of every relevant "
+    "item ahead, the smaller of the two gains) / rank, divided by the sum of gains",
 }
 
 
@@ -112,6 +117,39 @@ def _ndcg(ranked: PositiveRanks) -> Tensor:
     gained = torch.where(ranked.valid, 1 / torch.log2(1 + ranked.rank.double()), 0.0).sum(dim=1)
     best = (1 / torch.log2(1 + ranked.positive_rank.double())).cumsum(dim=0)
     return gained / best[ranked.num_relevant - 1]
+
+
+def graded_columns(counts: Tensor, valid: Tensor, scores: Tensor, gains: Tensor) -> dict[str, Tensor]:
+    """NDCG and H-AP [B] of graded relevance: irrelevant candidates at or above each positive [B, P], its score and its gain.
+
+    Where scores are equal the smaller gain comes first.
+    """
+    gains = gains.double().masked_fill(~valid, 0.0)
+    by_gain = gains.sort(dim=1, stable=True)
+    # padding has gain 0 and goes to the end
+    key = scores.double().masked_fill(~valid, -torch.inf).gather(1, by_gain.indices)
+    order = by_gain.indices.gather(1, key.sort(dim=1, descending=True, stable=True).indices)
+    ordered, position = gains.gather(1, order), torch.arange(1, gains.shape[1] + 1, device=gains.device)
+    rank = (counts.long().gather(1, order) + position).double()
+    ideal = gains.sort(dim=1, descending=True).values / torch.log2(1 + position.double())
+    return {
+        "ndcg": (ordered / torch.log2(1 + rank)).sum(dim=1) / ideal.sum(dim=1),
+        "hierarchical_average_precision": (_graded_rank(ordered) / rank).sum(dim=1) / gains.sum(dim=1),
+    }
+
+
+def _graded_rank(ordered: Tensor) -> Tensor:
+    """[B, P] sum over the items up to each of the smaller of the two gains, for gains [B, P] in the order of ranks."""
+    levels = ordered.unique()
+    if len(levels) > ordered.shape[1]:
+        parts = [torch.minimum(ordered[:, : j + 1], ordered[:, j, None]).sum(dim=1) for j in range(ordered.shape[1])]
+        return torch.stack(parts, dim=1)
+    # few different gains, as of levels: those of at least a level count among each other, with what it adds to the one below
+    total = torch.zeros_like(ordered)
+    for step, level in zip(levels.diff(prepend=levels.new_zeros(1)), levels, strict=True):
+        within = (ordered >= level).to(ordered.dtype)
+        total += step * within * within.cumsum(dim=1)
+    return total
 
 
 def trapezoid_average_precision(ranked: PositiveRanks) -> Tensor:

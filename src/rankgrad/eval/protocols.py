@@ -16,8 +16,10 @@ from rankgrad.eval.graded import Grades, graded_ndcg
 from rankgrad.eval.memory_plan import MemoryPlan
 from rankgrad.eval.metrics import (
     DEFINITIONS,
+    GRADED_COLUMN,
     PositiveRanks,
     benchmark_precision,
+    graded_columns,
     metric_columns,
     per_query,
     trapezoid_average_precision,
@@ -31,7 +33,7 @@ from rankgrad.eval.rank_counts import (
     count_all_vs_all,
     count_with_kernels,
 )
-from rankgrad.eval.relevant_pairs import ListedPairs, SameLabelPairs
+from rankgrad.eval.relevant_pairs import GradedPairs, ListedPairs, RelevantPairs, SameLabelPairs
 from rankgrad.eval.result import Protocol, Result
 
 SETTINGS = ("easy", "medium", "hard")
@@ -51,6 +53,7 @@ class EvaluationInputs:
     ref_categories: Index | None = None
     category_names: tuple[str, ...] | None = None
     category_gain: float | None = None
+    relevance: GradedPairs | None = None  # in place of labels
     lists: Mapping[str, Sequence[Index]] = field(default_factory=dict)  # "easy", "hard" and "junk" of every query
     ks: tuple[int, ...]
     kernels: bool = False  # count with the fused kernels
@@ -92,14 +95,16 @@ def planned(inputs: EvaluationInputs, plan: MemoryPlan) -> EvaluationInputs:
 
 
 def evaluate_labels(inputs: EvaluationInputs) -> Result:
-    """All against all, or queries against a gallery: candidates with the query's label are relevant."""
-    relevance = SameLabelPairs(inputs.labels, inputs.candidate_labels, inputs.self_candidate)
+    """All against all, or queries against a gallery: candidates with the query's label are relevant, or those given."""
+    by_label = inputs.relevance is None
+    relevance = inputs.relevance or SameLabelPairs(inputs.labels, inputs.candidate_labels, inputs.self_candidate)
     chosen = np.flatnonzero(relevance.num_relevant)
     candidates = len(inputs.candidates)
     passes = (inputs.category_gain is not None) + (inputs.neighbours > 0)
     total = ((len(inputs.queries) if inputs.symmetric else len(chosen)) + passes * len(chosen)) * candidates
     counter = ProgressCounter(inputs.progress, total)
-    columns = _columns(_counted(inputs, relevance, counter), inputs.ks, len(inputs.queries))
+    columns = _columns(_counted(inputs, relevance, counter), inputs.ks, len(inputs.queries), inputs.relevance)
+    graded = GRADED_COLUMN["H-AP"] in columns
     values: dict[str, NDArray[Any]] = {name: column[chosen].astype(type_of(name)) for name, column in columns.items()}
     notes: tuple[str, ...] = ()
     if inputs.category_gain is not None:
@@ -107,23 +112,25 @@ def evaluate_labels(inputs: EvaluationInputs) -> Result:
         notes = (f"NDCG: gain 1 for an item of the query's class, {inputs.category_gain:g} for another of its category",)
     return Result(
         protocol=PROTOCOLS["all-vs-all" if inputs.gallery is None else "query-gallery"],
-        columns=metric_columns(inputs.ks),
+        columns=metric_columns(inputs.ks) | (GRADED_COLUMN if graded else {}),
         per_query=values,
         query_index=chosen,
-        labels=inputs.labels[chosen],
+        labels=inputs.labels[chosen] if by_label else None,
         categories=None if inputs.categories is None else inputs.categories[chosen],
         label_names=inputs.label_names,
         category_names=inputs.category_names,
         skipped=len(inputs.queries) - len(chosen),
-        skipped_labels=np.unique(np.delete(inputs.labels, chosen)),
+        skipped_labels=np.unique(np.delete(inputs.labels, chosen)) if by_label else np.empty(0, np.int64),
         memory=inputs.memory,
         notes=notes,
         neighbours=_neighbours(inputs, chosen, counter),
     )
 
 
-def _counted(inputs: EvaluationInputs, relevance: SameLabelPairs, progress: ProgressCounter) -> Iterator[RankCounts]:
+def _counted(inputs: EvaluationInputs, relevance: RelevantPairs, progress: ProgressCounter) -> Iterator[RankCounts]:
     options: Any = {"pair_budget": inputs.pair_budget, "progress": progress}
+    if inputs.relevance is not None:
+        return count_against_gallery(inputs.queries, inputs.candidates, relevance, **options)
     if inputs.kernels:
         labels = torch.from_numpy(inputs.labels)
         ref_labels = None if inputs.ref_labels is None else torch.from_numpy(inputs.ref_labels)
@@ -134,14 +141,23 @@ def _counted(inputs: EvaluationInputs, relevance: SameLabelPairs, progress: Prog
     return count_against_gallery(inputs.queries, inputs.candidates, relevance, **options)
 
 
-def _columns(counted: Iterator[RankCounts], ks: Sequence[int], queries: int) -> dict[str, NDArray[np.float64]]:
+def _columns(
+    counted: Iterator[RankCounts], ks: Sequence[int], queries: int, relevance: GradedPairs | None = None
+) -> dict[str, NDArray[np.float64]]:
     """All per-query columns, a row for every query, NaN where nothing was counted."""
     columns: dict[str, NDArray[np.float64]] = {}
     for found in counted:
         step = max(MAX_PAIRS // max(found.counts.shape[1], 1), 1)
         for start in range(0, len(found.query), step):
             rows = slice(start, start + step)
-            for name, values in per_query(PositiveRanks.from_counts(found.counts[rows], found.valid[rows]), ks).items():
+            computed = per_query(PositiveRanks.from_counts(found.counts[rows], found.valid[rows]), ks)
+            gains = None if relevance is None else relevance.gains(found.query[rows])
+            if gains is not None:
+                assert found.scores is not None, "counted in the order of the relevance"
+                padded = torch.zeros_like(found.scores[rows], dtype=torch.float64)
+                padded[found.valid[rows]] = torch.from_numpy(gains).to(padded.device)
+                computed |= graded_columns(found.counts[rows], found.valid[rows], found.scores[rows], padded)
+            for name, values in computed.items():
                 column = columns.setdefault(name, np.full(queries, np.nan))
                 column[found.query[rows]] = values.cpu().numpy()
     return columns

@@ -102,6 +102,7 @@ class RankCounts:
     query: Index  # [B]
     counts: Tensor  # [B, P] irrelevant candidates at or above each positive
     valid: Tensor  # [B, P] False at the padding
+    scores: Tensor | None = None  # [B, P] of the positives, in the order of the relevance
 
 
 def pair_bytes(rows: int, width: int) -> int:
@@ -295,7 +296,8 @@ class PositiveCounts:
         """The counts of those of the queries that have a positive."""
         valid = self.valid[: len(query)]
         some = valid.any(dim=1)
-        return RankCounts(query[some.cpu().numpy()], self.counts[: len(query)][some], valid[some])
+        scores = self.thresholds.values[: len(query)][some]
+        return RankCounts(query[some.cpu().numpy()], self.counts[: len(query)][some], valid[some], scores)
 
 
 def count_with_kernels(

@@ -66,6 +66,52 @@ class ListedPairs:
         return row, np.concatenate([*chosen, np.empty(0, np.int64)]).astype(np.int64)
 
 
+class GradedPairs(RelevantPairs, Protocol):
+    """Relevant pairs that may have gains."""
+
+    def gains(self, queries: Index) -> NDArray[np.float64] | None:
+        """Gains of the pairs that `relevant` returns, None where relevance is binary."""
+        ...
+
+
+class SparsePairs:
+    """Pairs of a list, sorted by query; the query itself, where it is a candidate, is excluded."""
+
+    def __init__(self, query: Index, item: Index, gain: NDArray[np.float64] | None, self_index: Index) -> None:
+        self.item, self.gain, self.self_index = item, gain, self_index
+        self.num_relevant: Index = np.bincount(query, minlength=len(self_index))
+        self.first = np.cumsum(self.num_relevant) - self.num_relevant
+
+    def _entries(self, queries: Index) -> tuple[Index, Index]:
+        row, step = _ragged(self.num_relevant[queries])
+        return row, self.first[queries][row] + step
+
+    def relevant(self, queries: Index) -> tuple[Index, Index]:
+        row, at = self._entries(queries)
+        return row, self.item[at]
+
+    def gains(self, queries: Index) -> NDArray[np.float64] | None:
+        return None if self.gain is None else self.gain[self._entries(queries)[1]]
+
+    def excluded(self, queries: Index) -> tuple[Index, Index]:
+        row = np.flatnonzero(self.self_index[queries] >= 0)
+        return row, self.self_index[queries][row]
+
+
+class LevelPairs(SameLabelPairs):
+    """Labels [Q, L] from coarse to fine: relevant by the coarsest, with the gain of the deepest level that is shared."""
+
+    def __init__(self, levels: Index, ref_levels: Index, self_index: Index, table: NDArray[np.float64]) -> None:
+        super().__init__(levels[:, 0], ref_levels[:, 0], self_index)
+        self.levels, self.ref_levels, self.table = levels, ref_levels, table
+
+    def gains(self, queries: Index) -> NDArray[np.float64]:
+        row, candidate = self.relevant(queries)
+        agree = self.levels[queries][row] == self.ref_levels[candidate]
+        gains: NDArray[np.float64] = self.table[np.logical_and.accumulate(agree, axis=1).sum(axis=1)]
+        return gains
+
+
 def _ragged(sizes: NDArray[np.int64]) -> tuple[Index, Index]:
     """Row of each entry of a ragged array with these row sizes, and its position in the row."""
     row = np.repeat(np.arange(len(sizes)), sizes)
