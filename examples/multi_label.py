@@ -35,12 +35,11 @@ def main() -> None:
     loss = rg.RankLoss(rg.Sigmoid(0.05), rg.NDCG())
     test, test_tags = make_items(300, generator)
     test_pairs = rg.Pairs.from_multilabel(test_tags, gain="overlap")
-    exact = rg.RankLoss(rg.Exact(), rg.NDCG())
     for step in range(options.steps + 1):
         if step % max(options.steps // 3, 1) == 0:
             with torch.inference_mode():
-                ndcg = 1 - exact(model(test), relevance=test_pairs).item()
-            print(f"step {step}: test NDCG {ndcg:.3f}")
+                result = rg.evaluate(model(test), relevance=test_pairs)
+            print(f"step {step}: test NDCG {result['NDCG']:.3f}")
         items, tags = make_items(256, generator)
         optimizer.zero_grad()
         loss(model(items), relevance=rg.Pairs.from_multilabel(tags, gain="overlap")).backward()
