@@ -34,12 +34,13 @@ from rankgrad.ops.triton.embedding_kernels import (
     positives_kernel,
     tile_for,
 )
-from rankgrad.ops.triton.lowerings import BackwardArgs, Lowering
+from rankgrad.ops.triton.lowerings import BackwardArgs, CountArgs, Lowering
 
 Precision = Literal["fast", "high"]
 
-# Most rows of the score gradient that exist at once, and most bytes of them: fewer rows leave an H200 idle in a product
-# with 512 columns, 4 GiB are their share of memory at a million candidates.
+# Most rows of the score gradient that exist at once, of all its parts, and most bytes of them: fewer rows leave an H200 idle in
+# a product with 512 columns, or twice as many where both parts of the embeddings are multiplied; 4 GiB are their share of memory
+# at a million candidates.
 GRADIENT_ROWS = 4096
 GRADIENT_BYTES = 2**32
 
@@ -282,13 +283,20 @@ class FusedEmbeddingScores:
         return {"LISTED": listed, "RANK_SELF": self.relevance.rank_self, "ASM": self.asm, **self._shape}
 
     def count(self, ops: Lowering[Any], thresholds: list[Any], seed: int, *, keep: bool) -> list[Tensor]:
-        self.kept = []
-        return [self._count(ops, thresholds[block], block) for block in range(len(self.row_blocks))]
+        widths, device = self.layout.widths, self.query_order.device
+        if ops.per_positive:
+            args = [ops.count_args(*block, device) for block in zip(thresholds, widths, strict=True)]
+            found = [self._count(ops, *block) for block in zip(args, self.row_blocks, strict=True)]
+            self.kept = [kept for _, kept in found]
+            return [counts for counts, _ in found]
+        # all queries have the same thresholds, however many positives they have
+        counts, _ = self._count(ops, ops.count_args(thresholds[0], widths[0], device), self.everyone)
+        self.kept = [None for _ in self.row_blocks]
+        return [counts[rows] for rows in self.row_blocks]
 
-    def _count(self, ops: Lowering[Any], thresholds: Any, block: int) -> Tensor:
-        rows = self.row_blocks[block]
+    def _count(self, ops: Lowering[Any], args: CountArgs, rows: slice) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """[rows, P] counts, and (slopes, centres) where `ops` keeps them."""
         count = rows.stop - rows.start
-        args = ops.count_args(thresholds, self.layout.widths[block], self.query_order.device)
         width = args.num_thresholds
         tile = self._tile(COUNT_TILES, SPLIT_COUNT_TILES, width if ops.per_positive else 0)
         row_tiles, column_tiles = triton.cdiv(count, TILE), triton.cdiv(self.num_candidates, tile["BN"])
@@ -316,8 +324,11 @@ class FusedEmbeddingScores:
                 **tile,
             )
         total = sums.sum(dim=1)
-        self.kept.append((total[1], centres) if ops.keeps_slopes else None)
-        return total[0].t().contiguous()
+        return total[0].t().contiguous(), (total[1], centres) if ops.keeps_slopes else None
+
+    @property
+    def everyone(self) -> slice:
+        return slice(0, len(self.query_order))
 
     def backward(self, ops: Lowering[Any], thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
         args = [ops.backward_args(*block) for block in zip(thresholds, rank_grads, self.kept, strict=True)]
@@ -327,22 +338,30 @@ class FusedEmbeddingScores:
             of_block.rescale(self.gradient_scale)
         operands = (self.queries,) if self.symmetric else (self.queries, self.candidates)
         self.products = [torch.zeros(operand.plain.shape, device=operand.plain.device) for operand in operands]
-        memory = self._gradient_memory()
-        for block in range(len(self.row_blocks)):
-            self._backward_group(ops, args, block, memory)
+        if ops.per_positive:
+            self._multiply_gradient(ops, args, self.row_blocks)
+        else:
+            self._multiply_gradient(ops, [BackwardArgs.joined(args)], [self.everyone])
         return [ops.threshold_grad(*block) for block in zip(rank_grads, self.kept, args, strict=True)]
 
-    def _gradient_memory(self) -> Tensor:
+    def _multiply_gradient(self, ops: Lowering[Any], args: Sequence[BackwardArgs], groups: Sequence[slice]) -> None:
+        memory = self._gradient_memory(max(group.stop - group.start for group in groups))
+        for block in range(len(groups)):
+            self._backward_group(ops, args, groups, block, memory)
+
+    def _gradient_memory(self, largest_group: int) -> Tensor:
         """[1 or 2, rows of the score gradient that exist at once, candidates] in float16, reused by every pass."""
         parts = 2 if self.precision == "high" else 1
         candidates = _padded(self.num_candidates, TILE)
         rows_that_fit = max(GRADIENT_BYTES // (2 * candidates * parts) // TILE * TILE, TILE)
-        rows = min(GRADIENT_ROWS, rows_that_fit, _padded(max(group.stop - group.start for group in self.row_blocks), TILE))
+        rows = min(max(GRADIENT_ROWS // parts, TILE), rows_that_fit, _padded(largest_group, TILE))
         return torch.empty(parts, rows, candidates, dtype=torch.float16, device=self.query_order.device)
 
-    def _backward_group(self, ops: Lowering[Any], args: Sequence[BackwardArgs], block: int, memory: Tensor) -> None:
+    def _backward_group(
+        self, ops: Lowering[Any], args: Sequence[BackwardArgs], groups: Sequence[slice], block: int, memory: Tensor
+    ) -> None:
         """All passes over a group of queries: gradient tiles, then the library's products with them."""
-        group, all_rows, size = self.row_blocks[block], len(self.query_order), memory.shape[1]
+        group, all_rows, size = groups[block], len(self.query_order), memory.shape[1]
         for begin in range(group.start, group.stop, size):
             end = min(begin + size, group.stop)
             first_column = begin if self.symmetric else 0
@@ -350,7 +369,7 @@ class FusedEmbeddingScores:
             stride = _padded(width, TILE)  # the library's products are slow where a length is odd
             buffers = [part.view(-1)[: (end - begin) * stride].view(end - begin, stride) for part in memory]
             # columns of one set of embeddings are queries too, group by group; other candidates are one group
-            for other, columns in enumerate(self.row_blocks if self.symmetric else [slice(0, self.num_candidates)]):
+            for other, columns in enumerate(groups if self.symmetric else [slice(0, self.num_candidates)]):
                 start = max(columns.start, begin) if self.symmetric else 0
                 if columns.stop <= start:
                     continue

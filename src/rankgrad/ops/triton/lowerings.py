@@ -13,7 +13,7 @@ Letters:  P thresholds of a query   i_ program index, o_ offsets, m_ a mask, b_ 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -313,6 +313,15 @@ class BackwardArgs:
         self.thresholds, self.weights, self.extra = thresholds, weights, extra
         self.peak = peak  # [] bound of the gradient of a score
         self.reached = reached  # [P, rows] int32 scores that reach the perturbed thresholds, if they are counted
+
+    @classmethod
+    def joined(cls, parts: Sequence["BackwardArgs"]) -> "BackwardArgs":
+        """Those of several row blocks with equally many thresholds as of one; nothing may be counted."""
+        if len(parts) == 1:
+            return parts[0]
+        names = ("thresholds", "weights", "extra")
+        rows = [torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names]
+        return cls(rows[0], rows[1], rows[2], torch.stack([part.peak for part in parts]).amax())
 
     def rescale(self, factor: Tensor) -> None:
         """Multiply the gradient by `factor`."""
