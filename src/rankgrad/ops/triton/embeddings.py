@@ -39,8 +39,8 @@ from rankgrad.ops.triton.lowerings import BackwardArgs, CountArgs, Lowering
 Precision = Literal["fast", "high"]
 
 # Most rows of the score gradient that exist at once, of all its parts, and most bytes of them: fewer rows leave an H200 idle in
-# a product with 512 columns, or twice as many where both parts of the embeddings are multiplied; 4 GiB are their share of memory
-# at a million candidates.
+# a product with 512 columns, or 1,024 where both parts of the embeddings are multiplied; 4 GiB are their share of memory at a
+# million candidates.
 GRADIENT_ROWS = 4096
 GRADIENT_BYTES = 2**32
 
