@@ -140,7 +140,7 @@ def _augment(case: RateCase, machine: Machine) -> float:
 
 
 def _bare(case: RateCase, machine: Machine) -> float:
-    model = _network(case).to(machine.device, memory_format=torch.channels_last).train()
+    model = _network(case).to(machine.device).to(memory_format=torch.channels_last).train()
     optimizer = torch.optim.AdamW(model.parameters(), fused=machine.device.type == "cuda")
     images = torch.randn(case.batch, 3, case.size, case.size, device=machine.device)
     images = images.contiguous(memory_format=torch.channels_last)
@@ -176,7 +176,7 @@ def _train(case: RateCase, machine: Machine) -> float:
             raise RuntimeError("rankgrad train failed; it says above why")
         entries = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     epochs = [entry for entry in entries if entry["kind"] == "epoch" and entry["epoch"] > 1]
-    return statistics.median(entry["steps"] * case.batch / entry["seconds"] for entry in epochs)
+    return float(statistics.median(entry["steps"] * case.batch / entry["seconds"] for entry in epochs))
 
 
 def _metric_learning(case: RateCase, machine: Machine) -> float:
