@@ -238,6 +238,9 @@ def pair():
 def text():
     return "a network"
 
+def needy(depth):
+    return None
+
 number = 3
 """
 
@@ -276,6 +279,7 @@ def test_a_factory_says_how_its_pixels_are_normalised_and_whether_it_is_pretrain
         ("own_network:maps", ValueError, "'own_network:maps' cannot be imported .*run the command from the folder"),
         ("own_networks:map", ValueError, "own_networks has no 'map'; did you mean 'maps'"),
         ("own_networks:number", ValueError, "must be a function or class, got int"),
+        ("own_networks:needy", ValueError, "must be callable without arguments.*missing a required argument: 'depth'"),
         ("own_networks:text", ValueError, "must return an nn.Module or a Trunk, got 'a network'"),
         ("own_networks:pair", ValueError, "a trunk must return a tensor, got tuple"),
     ],

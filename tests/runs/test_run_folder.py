@@ -381,3 +381,11 @@ def test_the_untrained_network_is_compared_with_where_that_is_cheap(images, tmp_
     assert np.array_equal(one, other)
     assert train("--resume", tmp_path / "short", "--epochs", 20) == 0
     assert last_weights(tmp_path / "short") == last_weights(tmp_path / "long")
+
+
+def test_data_that_moved_is_asked_for(half, images, tmp_path, capsys):
+    shutil.move(images, tmp_path / "elsewhere")
+    for command in (["train", "--resume", str(half), *QUIET], ["eval", str(half), "--device", "cpu"]):
+        assert cli.main(command) == 2
+        assert f"the data of {half} is no longer in {images}: say where it is with --data DIR" in capsys.readouterr().err
+    assert evaluate(half, "--data", tmp_path / "elsewhere") == 0

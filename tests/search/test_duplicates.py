@@ -138,3 +138,14 @@ def test_wrong_flags_are_named(folder, flags, message, capsys):
 def test_a_folder_that_is_not_embeddings_is_named(tmp_path, capsys):
     assert cli.main(["duplicates", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_images_that_moved_are_asked_for(folder, tmp_path, capsys):
+    (tmp_path / "pictures").rename(tmp_path / "elsewhere")
+    command = ["duplicates", str(folder), "--images"]
+    (tmp_path / "empty").mkdir()
+    assert cli.main([*command, str(tmp_path / "empty")]) == 0
+    said = f"note: the images of {folder} are no longer in {tmp_path / 'empty'}: say where they are with --images DIR"
+    assert said in capsys.readouterr().out
+    assert cli.main([*command, str(tmp_path / "elsewhere")]) == 0
+    assert "no longer" not in capsys.readouterr().out

@@ -26,7 +26,7 @@ def check_data(arguments: Sequence[str]) -> int:
     parser.add_argument("--partial", action="store_true", help="accept an incomplete copy and list what is absent")
     parser.add_argument("--image-root", metavar="DIR", type=Path, help="folder of the images that a CSV file lists")
     parser.add_argument("--no-decode", dest="decode", action="store_false", help="check names and lists only")
-    parser.add_argument("--workers", metavar="N", type=int, help="threads that decode (default: one per core, 16 at most)")
+    parser.add_argument("--workers", metavar="N", type=int, help="threads that decode [one per core, 16 at most]")
     given = parser.parse(arguments)
     if given.name not in READERS:
         parser.error(f"there is no data set {given.name!r}: {did_you_mean(given.name, READERS)}")

@@ -4,7 +4,6 @@ Training and test characters are disjoint: the table shows how well the network 
 The report that follows shows what the queries retrieve, in pictures.
 """
 
-import argparse
 import copy
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 
 import rankgrad as rg
 from rankgrad._messages import format_duration, plural, table
+from rankgrad.cli.parser import Parser
 from rankgrad.cli.show_commands import report
 from rankgrad.data.readers import read
 from rankgrad.data.samplers import ClassBalanced
@@ -106,14 +106,14 @@ def train(model: nn.Module, loss: nn.Module, batches: GlyphBatches, folder: Path
     fit(model, loss, batches, settings, folder)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Train once per loss, print one table and write one report."""
-    parser = argparse.ArgumentParser(prog="rankgrad demo", description=__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="training steps per loss (default: %(default)s)")
+    parser = Parser("rankgrad demo", "Train a small network on the built-in glyphs with several losses and compare them.")
+    parser.add_argument("--steps", type=int, default=300, help="training steps per loss [%(default)s]")
     parser.add_argument("--classes", type=int, help="use only this many classes of each split, for a quick look")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and augmentation (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="folder for runs and report (default: runs/demo, or the next that is free)")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and augmentation [%(default)s]")
+    parser.add_argument("--out", type=Path, help="folder for runs and report [runs/demo, or the next that is free]")
+    options = parser.parse(arguments)
     for name, least in (("steps", 1), ("classes", 2), ("seed", 0)):
         value = getattr(options, name)
         if value is not None and value < least:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rankgrad._files import replace_file
 from rankgrad._messages import Progress, plural
+from rankgrad.cli.parser import Parser
 from rankgrad.report.duplicates_page import duplicates_page
 from rankgrad.report.run_reader import ItemTable
 from rankgrad.report.thumbnails import Thumbnails
@@ -25,7 +26,7 @@ MOST_PICTURE_BYTES = 20_000_000
 
 
 def main(arguments: list[str]) -> int:
-    """Find near-duplicates and likely label errors; write two CSV files and a page with pictures."""
+    """`rankgrad duplicates EMB`."""
     options = _options(arguments)
     searcher = Searcher.open(options.embeddings, exact=options.exact, images=options.images)
     gallery = searcher.gallery
@@ -74,24 +75,27 @@ def main(arguments: list[str]) -> int:
             )
     else:
         print(f"no labels: {out / ERRORS} is empty")
-    print(f"pictures: {out / PAGE}")
+    moved = "" if options.no_pictures else gallery.images_moved()
+    print(f"note: {moved}" if moved else f"pictures: {out / PAGE}")
     return 0
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rankgrad duplicates", description=main.__doc__)
+    parser = Parser(
+        "rankgrad duplicates", "Find near-duplicates and likely label errors; write two CSV files and a page with pictures."
+    )
     add = parser.add_argument
     add("embeddings", type=Path, metavar="EMB", help="a folder that `rankgrad embed` or `rankgrad index` wrote")
-    add("--threshold", type=float, default=0.9, help="cosine from which two images are near-duplicates (default: %(default)s)")
-    add("--neighbours", type=int, default=5, metavar="K", help="neighbours that must all disagree (default: %(default)s)")
-    add("--agreement", type=float, default=0.6, help="fraction of them with the same other label (default: %(default)s)")
-    add("--out", type=Path, metavar="DIR", help="where to write (default: EMB)")
-    add("--most", type=int, default=100, metavar="N", help="groups and errors shown on the page (default: %(default)s)")
+    add("--threshold", type=float, default=0.9, help="cosine from which two images are near-duplicates [%(default)s]")
+    add("--neighbours", type=int, default=5, metavar="K", help="neighbours that must all disagree [%(default)s]")
+    add("--agreement", type=float, default=0.6, help="fraction of them with the same other label [%(default)s]")
+    add("--out", type=Path, metavar="DIR", help="where to write [EMB]")
+    add("--most", type=int, default=100, metavar="N", help="groups and errors shown on the page [%(default)s]")
     add("--images", type=Path, metavar="DIR", help="folder of the images, where it moved or EMB is someone else's")
     add("--exact", action="store_true", help="search exactly, without the index")
     add("--no-pictures", action="store_true", help="leave the pictures out of the page")
     add("--quiet", action="store_true", help="show no progress")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     if not 0 < options.threshold <= 1:
         parser.error(f"--threshold must be above 0 and at most 1, got {options.threshold:g}")
     if not 0 <= options.agreement <= 1:

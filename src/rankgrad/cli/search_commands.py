@@ -272,6 +272,8 @@ def main_serve(arguments: Sequence[str]) -> int:
 
     searcher = Searcher.open(given.index, images=given.images)
     model = _load(given.run, given, default=searcher.gallery.about["checkpoint"])
+    if moved := searcher.gallery.images_moved():
+        print(f"note: {moved}; until then the page has no pictures", file=sys.stderr)
     app = make_app(SearchService(model, searcher), hosts=["*"] if remote else [*LOOPBACK, given.host])
     listening = _listen(given.host, given.port)
     if remote:

@@ -132,7 +132,11 @@ def _retrieval_page(folders: Sequence[Path], split: str | None, *, pictures: boo
 
     runs = read_runs(folders)
     _check_split(runs, split)
-    return page(runs, split=split, thumbnails=Thumbnails(enabled=pictures))
+    thumbnails = Thumbnails(enabled=pictures)
+    content = page(runs, split=split, thumbnails=thumbnails)
+    if thumbnails.unreadable:
+        print(f"note: {printable(thumbnails.remarks()[0])} If the images moved: rankgrad eval RUN --data DIR", file=sys.stderr)
+    return content
 
 
 def _report_path(runs: Sequence[Path], out: Path | None) -> Path:

@@ -316,7 +316,15 @@ def _from_factory(name: str, pretrained: bool) -> Trunk:
         raise ValueError(f"build_model: {module_name} has no {attribute!r}; {near}") from error
     if not callable(factory):
         raise ValueError(f"build_model: trunk {name!r} must be a function or class, got {type(factory).__name__}")
-    body = factory(**({"pretrained": pretrained} if "pretrained" in inspect.signature(factory).parameters else {}))
+    signature = inspect.signature(factory)
+    arguments = {"pretrained": pretrained} if "pretrained" in signature.parameters else {}
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"build_model: trunk {name!r} must be callable without arguments, or with pretrained=True or False alone: {error}"
+        ) from None
+    body = factory(**arguments)
     if isinstance(body, Trunk):
         return replace(body, name=name)
     if not isinstance(body, nn.Module):

@@ -45,6 +45,7 @@ def resume_run(task: Task, folder: RunFolder) -> Mapping[str, SplitResult]:
             f"{folder} is a shared model, without the state of its training: start a new run from its weights with "
             f"--weights {folder}"
         )
+    _check_data_is_there(task, folder)
     debug = folder.read().debug
     with folder.training(processes):
         return _run(task, folder, resume=True, debug=debug)
@@ -80,6 +81,7 @@ def evaluate_run(
             is one, else the last.
         protocol: other rules than those of the data set.
     """
+    _check_data_is_there(task, folder)
     saved_file = folder.read()
     settings = task.recipe.settings()
     changed = [
@@ -119,6 +121,15 @@ class TrialResult:
     seconds: float
     intervals: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     curves: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]] = field(default_factory=dict)
+
+
+def _check_data_is_there(task: Task, folder: RunFolder) -> None:
+    """Refuse data that the folder names and that has moved since."""
+    data = task.context.data
+    if data is not None and data == folder.read().data and not data.exists():
+        raise FileNotFoundError(f"the data of {folder} is no longer in {data}: say where it is with --data DIR")
+    if not task.has_data:
+        raise ValueError(f"{folder} does not say where its data is: name it with --data DIR")
 
 
 def train_and_evaluate(

@@ -159,6 +159,15 @@ class Gallery:
                 f"If these images may be shown, confirm the folder with --images {root}"
             )
 
+    def images_moved(self) -> str:
+        """A sentence where none of a few images is in its place, else ""."""
+        if self.source == "none" or not len(self) or self.images.table.texts is not None:
+            return ""
+        rows = range(0, len(self), max(len(self) // 10, 1))
+        if any(self.images.table.file(row).is_file() for row in rows):
+            return ""
+        return f"the images of {self.folder} are no longer in {self.images.table.root}: say where they are with --images DIR"
+
     def image_file(self, row: int) -> Path:
         """The file of an image, which a gallery from elsewhere cannot place outside of itself."""
         self.check_images()
