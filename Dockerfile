@@ -18,7 +18,8 @@ COPY pyproject.toml README.md LICENSE /src/
 COPY src /src/src
 RUN pip install --no-cache-dir "/src[all]" && rm -rf /src
 
-RUN useradd --create-home rankgrad
+# the folder is the user's own, so that commands can write without one being mounted
+RUN useradd --create-home rankgrad && install --directory --owner rankgrad /work
 USER rankgrad
 WORKDIR /work
 ENTRYPOINT ["rankgrad"]

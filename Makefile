@@ -5,11 +5,12 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs figures test test-lowest lint format trials release-check
+.PHONY: help demo docs figures test coverage test-lowest lint format trials release-check
 
 help:
 	@echo "make demo           train on the built-in glyphs with several losses and compare them (minutes, no download)"
 	@echo "make test           lint, types, all tests"
+	@echo "make coverage       all tests again, and fail where they execute less of the package than pyproject.toml demands"
 	@echo "make test-lowest    tests of the core and of training with the lowest versions that pyproject.toml permits"
 	@echo "make lint           lint and types only"
 	@echo "make docs           build the site into docs/_build/html, without a network if there is none; a warning is an error"
@@ -33,6 +34,10 @@ lint: $(INSTALLED)
 
 test: lint
 	$(BIN)/pytest
+
+# not part of `make test`: the tracer makes it slower
+coverage: $(INSTALLED)
+	$(BIN)/pytest --cov --cov-report=term:skip-covered --cov-report=xml
 
 # a virtual environment of its own, with the oldest packages that are supported
 LOWEST := .venv-lowest

@@ -126,8 +126,9 @@ def to_unit_length(rows: Tensor) -> Tensor:
     """
     exponent = torch.frexp(rows.abs().amax(dim=1, keepdim=True)).exponent
     # in two halves: a single power of two may be out of range itself
-    half = exponent // 2
-    return torch.nn.functional.normalize(rows.ldexp(-half).ldexp(half - exponent), dim=1)
+    half, one = exponent // 2, torch.ones_like(exponent, dtype=rows.dtype)
+    # ldexp of a whole matrix is many times slower than a product
+    return torch.nn.functional.normalize(rows * one.ldexp(-half) * one.ldexp(half - exponent), dim=1)
 
 
 @contextmanager
