@@ -13,6 +13,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 # arguments that make it short, what its output must hold, and the packages it needs beyond ours
 RUNS = {
+    "accelerate_loop": (["--epochs", "1", "--cpu"], "epoch 1: loss of the global batch ", ("accelerate",)),
     "cross_modal": (["--steps", "5"], "text to image: R@1 ", ()),
     "detector": (["--steps", "5"], "step 5: loss_classifier ", ("torchvision",)),
     "distributed": (["--steps", "10"], "step 10: loss of the global batch ", ()),
@@ -33,7 +34,7 @@ def test_an_example_runs(name, tmp_path):
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
-    launcher = TORCHRUN if name == "distributed" else ()
+    launcher = TORCHRUN if name in ("accelerate_loop", "distributed") else ()
     command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *arguments]
     quiet = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=tmp_path, env=quiet, capture_output=True, text=True, timeout=300, check=False)

@@ -32,7 +32,9 @@ intents, with one seed.
 *Disjoint*: trained on all texts of half of the intents, tested on all texts of the other half, each against the others.
 *Published*: trained on the published training texts, tested on the published test texts, each against the training
 texts, so that R@1 is the accuracy of the nearest neighbour. Mean and standard deviation of {seeds} seeds in percent;
-brackets have the 95% bootstrap interval over test intents, averaged over the seeds. Machine: {machine}, torch {torch}.
+brackets have the 95% bootstrap interval over test intents, averaged over the seeds; a number without ± is of one seed. {lowest}
+of the {choices} chosen rates are the lowest that was tried. Machine: {machine}, torch {torch}. Every run is in
+[text-nvidia-h200.csv](../benchmarks/results/text-nvidia-h200.csv).
 """
 
 
@@ -52,7 +54,10 @@ def report(rows: Sequence[Row]) -> str:
     if not main:
         raise ValueError("text_study: the file has no run of the losses yet, only of the choice of rates")
     rates = sorted({float(row["lr"]) for row in _stage(rows, "choice")})
+    chosen = chosen_settings(rows)
     head = HEAD.format(
+        lowest=sum(rate == rates[0] for _, rate in chosen.values()),
+        choices=len(chosen),
         texts=f"{int(main[0]['texts']):,}",
         batch=main[0]["batch"],
         steps=int(main[0]["texts"]) // int(main[0]["batch"]),

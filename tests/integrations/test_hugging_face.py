@@ -73,3 +73,29 @@ def test_the_embeddings_are_found_or_the_fields_are_named():
         compute_loss_func(loss, "mine")({"pooler_output": emb}, labels)
     with pytest.raises(TypeError, match="a tensor or a mapping with the embeddings, got list"):
         compute_loss_func(loss)([emb], labels)
+
+
+def test_a_trained_model_goes_to_the_hub_and_comes_back(tmp_path, monkeypatch):
+    from rankgrad import cli
+    from rankgrad.integrations.hugging_face import HubEmbedder
+
+    monkeypatch.chdir(tmp_path)
+    train = ["train", "glyphs-smooth-ap", "--debug", "--out", "run", "--device", "cpu", "--no-tensorboard"]
+    assert cli.main(train) == 0
+    trained = rg.load("run", "cpu")
+    card = "---\nlicense: mit\n---\n\n# glyphs\n\nmAP 0.5 [0.4, 0.6], all-vs-all\n"
+    HubEmbedder.of(trained, card).save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "README.md").read_text().strip() == card.strip()
+    found = HubEmbedder.from_pretrained(str(tmp_path / "saved")).eval()
+    pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        torch.testing.assert_close(found(pixels), trained.model(pixels), rtol=0, atol=1e-5)
+    assert found.preprocess == trained.preprocess
+    assert callable(found.push_to_hub)
+
+
+def test_an_encoder_of_texts_has_a_place_of_its_own():
+    from rankgrad.integrations.hugging_face import HubEmbedder
+
+    with pytest.raises(ValueError, match="rankgrad export RUN"):
+        HubEmbedder({"trunk": "x", "inputs": "texts"}, {})

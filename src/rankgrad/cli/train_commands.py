@@ -55,6 +55,8 @@ def train(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
         "--tensorboard", action=argparse.BooleanOptionalAction, default=True, help="write curves where tensorboard is installed"
     )
     parser.add_argument("--wandb", metavar="PROJECT", default="", help="send curves to this project at Weights & Biases")
+    parser.add_argument("--trackio", metavar="PROJECT", default="", help="send curves to this project of trackio")
+    parser.add_argument("--mlflow", metavar="EXPERIMENT", default="", help="send curves to this experiment of MLflow")
     _add_processes(parser, kind)
     _add_parallel(parser, kind)
     given = parser.parse(arguments)
@@ -350,6 +352,8 @@ def _context(given: argparse.Namespace, processes: Processes | None = None) -> R
         context,
         tensorboard="auto" if options.get("tensorboard") else "off",
         wandb=options.get("wandb", ""),
+        trackio=options.get("trackio", ""),
+        mlflow=options.get("mlflow", ""),
         parallel=options.get("parallel", "ddp"),
     )
 

@@ -31,6 +31,8 @@ class RunContext:
         workers: threads that decode, None for the task's own choice.
         tensorboard: "auto" writes curves where the package is installed.
         wandb: project at Weights & Biases, empty for none.
+        trackio: project of trackio, empty for none.
+        mlflow: experiment of MLflow, empty for none.
         processes: those that train together.
         parallel: how several processes share the model.
     """
@@ -41,6 +43,8 @@ class RunContext:
     workers: int | None = None
     tensorboard: Literal["auto", "on", "off"] = "off"
     wandb: str = ""
+    trackio: str = ""
+    mlflow: str = ""
     processes: Processes = ALONE
     parallel: Parallel = "ddp"
     _noted: set[str] = field(default_factory=set, repr=False, compare=False)
