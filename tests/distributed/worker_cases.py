@@ -122,14 +122,19 @@ def some_pairs(labels: Tensor, processes: Processes) -> rg.Pairs:
 
 
 def sparse(processes: Processes) -> dict[str, dict[str, Tensor]]:
-    """Gradients where relevance is a list of pairs."""
+    """Gradients where relevance is a list of pairs, or has levels."""
+    kinds: dict[str, tuple[Any, Callable[[Tensor, slice], Any]]] = {
+        "pairs": (rg.NDCG(), lambda labels, own: some_pairs(labels, processes)),
+        "levels": (
+            rg.HierarchicalAveragePrecision(),
+            lambda labels, own: rg.Levels(torch.stack((labels % 2, labels), dim=1)[own]),
+        ),
+    }
     found = {}
-    for way in ("ddp in chunks", "sums"):
-        for name in ("alone", "memory"):
-            loss = rg.RankLoss(rg.Sigmoid(0.05), rg.NDCG())
-            found[f"{name} / {way}"] = gradients(
-                AROUND[name](loss), "no positives", way, processes, lambda labels, own: some_pairs(labels, processes)
-            )
+    for kind, (objective, share) in kinds.items():
+        for name, way in (("alone", "ddp in chunks"), ("memory", "sums")):
+            loss = AROUND[name](rg.RankLoss(rg.Sigmoid(0.05), objective))
+            found[f"{kind} / {name} / {way}"] = gradients(loss, "no positives", way, processes, share)
     return found
 
 
