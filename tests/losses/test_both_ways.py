@@ -74,6 +74,17 @@ def test_products_are_shared(monkeypatch):
     assert len(seen) == 2 * once
 
 
+def test_a_compiled_step_is_one_graph():
+    torch._dynamo.reset()
+    tower, both = torch.nn.Linear(5, 3).double(), rg.both_ways(rg.SmoothAPLoss())
+    value = both(tower(A), B[:, :3], IDS, B_IDS)
+    wanted = torch.autograd.grad(value, tower.weight)[0]
+    compiled = torch.compile(lambda x: both(tower(x), B[:, :3], IDS, B_IDS), fullgraph=True, backend="aot_eager")
+    found = compiled(A)
+    torch.testing.assert_close((found, torch.autograd.grad(found, tower.weight)[0]), (value, wanted))
+    torch._dynamo.reset()
+
+
 def test_bad_input_is_explained():
     with pytest.raises(TypeError, match="both_ways: loss must be a RankLoss, got SiMix"):
         rg.both_ways(rg.SiMix(rg.SmoothAPLoss()))

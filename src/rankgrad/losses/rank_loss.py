@@ -23,8 +23,9 @@ from rankgrad.ops.functional import (
     embedding_losses,
     score_losses,
 )
+from rankgrad.ops.masks import Mask
 from rankgrad.ops.rankers import Ranker
-from rankgrad.ops.relevance import Labels, Mask, Relevance, RelevanceInput
+from rankgrad.ops.relevance import Labels, Relevance, RelevanceInput
 from rankgrad.ops.score_groups import Groups
 
 

@@ -1,13 +1,15 @@
 """Both directions of retrieval between two sets of embeddings, such as images and texts."""
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from rankgrad.losses.rank_loss import RankLoss
+from rankgrad.ops.compiled import CompilableLoss
 from rankgrad.ops.functional import two_way_losses
 from rankgrad.ops.relevance import Relevance
 
 
-class TwoWayLoss(nn.Module):
+class TwoWayLoss(CompilableLoss):
     """Mean of `loss` over both directions; see `both_ways`."""
 
     used_queries: Tensor
@@ -38,6 +40,10 @@ class TwoWayLoss(nn.Module):
             relevance: in place of ids, `Pairs` of a row of `first` and one of `second`, or `Levels` of both.
         """
         loss = self.loss
+        if torch.compiler.is_compiling():
+            others = {"ids": ids, "second_ids": second_ids, "relevance": relevance}
+            inputs: dict[str, Tensor | None] = {"first": first, "second": second}
+            return self.compiled_call("forward", inputs, others, one_value=loss.reduction == "mean")
         if relevance is None:
             second_ids = ids if second_ids is None else second_ids
         given = loss.checked_relevance(first, ids, second, second_ids, None, None, relevance)

@@ -22,8 +22,9 @@ from torch import Tensor
 from rankgrad.ops import reference
 from rankgrad.ops.autograd import Objective, RankCall, RankOps, ScoreSource, normalize_rows, rank_losses, reduced
 from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
+from rankgrad.ops.masks import Mask
 from rankgrad.ops.rankers import Exact, Ranker
-from rankgrad.ops.relevance import EngineRelevance, Labels, Mask, RelevanceInput
+from rankgrad.ops.relevance import EngineRelevance, Labels, RelevanceInput
 from rankgrad.ops.sources import (
     DenseRows,
     EmbeddingScores,

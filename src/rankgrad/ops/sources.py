@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores
+from rankgrad.ops.masks import MaskRelevance
 from rankgrad.ops.pairs import PairRelevance
 from rankgrad.ops.rankers import Ranker, TileMap
-from rankgrad.ops.relevance import EngineRelevance, MaskRelevance, TileRelevance
+from rankgrad.ops.relevance import EngineRelevance, TileRelevance
 
 # Integers are exact in float32 up to here; longer lists get their ranks in float64.
 EXACT_FLOAT32 = 2**24

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops.relevance import MaskRelevance
+from rankgrad.ops.masks import MaskRelevance
 from rankgrad.ops.sources import GivenScores
 from rankgrad.ops.thresholds import Thresholds
 from rankgrad.ops.triton.score_kernels import backward_kernel, column_kernel, count_kernel, positive_grad_kernel, table_kernel
