@@ -8,7 +8,7 @@ from torch import Tensor
 
 import rankgrad
 from rankgrad.ops.autograd import RankCall, rank_losses
-from rankgrad.ops.relevance import MaskRelevance
+from rankgrad.ops.masks import MaskRelevance
 
 pytest.importorskip("triton")
 fused = pytest.importorskip("rankgrad.ops.triton.scores")
