@@ -28,6 +28,8 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "generated/recipes.md"]
+# the contents leave room for pages that studies write
+suppress_warnings = ["toc.empty_glob"]
 # `name` in a docstring is code, as in Markdown
 default_role = "code"
 
