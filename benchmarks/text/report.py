@@ -17,7 +17,7 @@ SAMPLES = 10_000
 
 HEAD = """# Rank losses on text
 
-```
+```sh
 python -m benchmarks.text_study --data DIR --model all-MiniLM-L6-v2 --csv FILE --report docs/evidence_text.md
 ```
 
