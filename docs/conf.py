@@ -1,5 +1,6 @@
 """The site: Sphinx, furo and MyST. `make docs` builds it."""
 
+import re
 import sys
 import urllib.request
 from pathlib import Path
@@ -28,8 +29,6 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "generated/recipes.md"]
-# the contents leave room for pages that studies write
-suppress_warnings = ["toc.empty_glob"]
 # `name` in a docstring is code, as in Markdown
 default_role = "code"
 
@@ -95,8 +94,18 @@ def mark_drawings(app: Sphinx, doctree: nodes.document) -> None:
             image["classes"].append("drawing")
 
 
+def drop_empty_patterns(app: Sphinx, name: str, source: list[str]) -> None:
+    """The contents leave room for pages that studies write; where there is none, Sphinx would warn."""
+    if name == "index":
+        lines = source[0].splitlines(keepends=True)
+        source[0] = "".join(
+            line for line in lines if not re.fullmatch(r"\w+\*\n", line) or any(HERE.glob(f"{line.strip()}.md"))
+        )
+
+
 def setup(app: Sphinx) -> None:
     """Pages that are made from the code, and docstrings as reStructuredText."""
+    app.connect("source-read", drop_empty_patterns)
     app.connect("doctree-read", mark_drawings)
     generated_pages.write(HERE / "generated")
     app.connect("autodoc-process-docstring", docstrings.process, priority=100)
