@@ -1,6 +1,7 @@
 """Tiny random networks and texts for the adapters."""
 
 import pytest
+from tiny_encoder import bert
 
 WORDS = ["card", "lost", "stolen", "balance", "transfer", "late", "fee", "wrong", "pin", "blocked", "new", "limit"]
 # a text repeats the two words of its class among others
@@ -13,13 +14,7 @@ CLASSES = [c for c in range(6) for _ in range(8)]
 @pytest.fixture(scope="session")
 def bert_folder(tmp_path_factory):
     """A BERT of two layers with random weights, and its tokenizer, on disk."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("bert")
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
-    transformers.set_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=5 + len(WORDS), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
-    )
-    transformers.BertModel(config).save_pretrained(folder)
-    transformers.BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    bert(folder, WORDS, hidden_size=32, num_hidden_layers=2, intermediate_size=64)
     return folder

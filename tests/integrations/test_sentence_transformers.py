@@ -147,3 +147,34 @@ def test_training_with_the_trainer_improves_the_metric(model, tmp_path, cached):
     loss = CachedRankLoss(model, mini_batch_size=10) if cached else RankLoss(model)
     SentenceTransformerTrainer(model, args=arguments, train_dataset=dataset, loss=loss).train()
     assert evaluator(model)["train_mAP"] > before + 0.05
+
+
+@pytest.mark.parametrize(("columns", "grades"), [(2, None), (3, None), (3, [[2, 0], [0, 1], [1, 1], [0, 3], [1, 0], [2, 1]])])
+def test_a_cached_loss_takes_pairs_and_graded_lists_too(model, columns, grades):
+    model.double()
+    texts = [features(model, TEXTS[start::8]) for start in range(columns)]
+    labels = None if grades is None else torch.tensor(grades)
+    loss = rg.SmoothAPLoss(tau=0.1) if grades is None else rg.RankLoss(rg.Sigmoid(0.1), rg.NDCG())
+    found = []
+    for wrapped in (RankLoss(model, loss), CachedRankLoss(model, loss, mini_batch_size=4)):
+        model.zero_grad()
+        value = wrapped(texts, labels)
+        value.backward()
+        found.append((value.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
+    for whole, cached in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(cached, whole, rtol=1e-6, atol=1e-12)
+
+
+def test_the_model_card_names_the_loss_and_its_papers(model, tmp_path):
+    dataset = datasets.Dataset.from_dict({"text": TEXTS, "label": CLASSES})
+    arguments = SentenceTransformerTrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=1, per_device_train_batch_size=12, report_to="none", save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    SentenceTransformerTrainer(model, args=arguments, train_dataset=dataset, loss=RankLoss(model, rg.SmoothAPLoss())).train()
+    model.save_pretrained(str(tmp_path / "model"))
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "RankLoss" in card
+    assert "SmoothAPLoss" in card
+    assert "@inproceedings" in card

@@ -268,6 +268,8 @@ def test_bad_encoders_are_explained(encoder, texts, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert train("--data", texts, "--trunk", tmp_path / "empty", "--out", tmp_path / "run") == 2
     assert "empty is not a sentence encoder" in capsys.readouterr().err
+    assert train("--data", texts, "--trunk", tmp_path / "absent", "--out", tmp_path / "run") == 2
+    assert "absent of the sentence encoder does not exist" in capsys.readouterr().err
     shutil.copytree(encoder, tmp_path / "dense")
     (tmp_path / "dense" / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": "x.Dense"}]))
     assert train("--data", texts, "--trunk", tmp_path / "dense", "--out", tmp_path / "run") == 2
@@ -294,3 +296,9 @@ def test_a_text_model_does_not_embed_images(run, tmp_path, capsys):
     assert cli.main(["embed", str(run), "--data", f"folder:{tmp_path}", "--out", str(tmp_path / "out"), "--device", "cpu"]) == 2
     assert cli.main(["embed", str(run), str(tmp_path / "a.csv"), "--device", "cpu"]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_two_processes_compute_what_one_does(encoder, texts, capfd):
+    command = ["check-equivalence", "--data", str(texts), "--trunk", str(encoder), "--processes", "2", "--warmup", "0"]
+    assert cli.main(command) == 0
+    assert "they agree" in capfd.readouterr().out

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rankgrad._messages import install_hint, shorten
-from rankgrad.models.trunks import Trunk
+from rankgrad.models.trunks import Trunk, offline_if_unreachable
 
 Pooling: TypeAlias = Literal["mean", "cls", "max"]
 
@@ -65,9 +65,12 @@ class TextTokenizer:
                 f"build_model: {name} has no tokenizer: save it there with tokenizer.save_pretrained({str(folder)!r})"
             )
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(_place(name))
+            with _quiet(), _reachable(name):
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(_place(name))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"build_model: the tokenizer of {name} cannot be loaded ({_first_line(error)})") from error
+            raise ValueError(
+                f"build_model: the tokenizer of {name} cannot be loaded ({_first_line(error)}){_hint(name)}"
+            ) from error
         most = _stated_length(folder, self._tokenizer)
         if max_length > most:
             raise ValueError(f"--max-length must be at most {most}, the longest text that {name} takes, got {max_length}")
@@ -117,22 +120,33 @@ def build_text_trunk(name: str, *, pretrained: bool) -> Trunk:
     _check_folder(name)
     pooling = _pooling(folder)
     try:
-        with _quiet():
+        with _quiet(), _reachable(name):
             if pretrained:
                 transformer = _without_pooler(AutoModel.from_pretrained, _place(name), dtype=torch.float32)
             else:
                 transformer = _without_pooler(AutoModel.from_config, AutoConfig.from_pretrained(_place(name)))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        hint = "" if folder.exists() else "; without a network give the folder of a model"
-        raise ValueError(f"build_model: the encoder {name} cannot be loaded ({_first_line(error)}){hint}") from error
+        raise ValueError(f"build_model: the encoder {name} cannot be loaded ({_first_line(error)}){_hint(name)}") from error
     if not hasattr(transformer.config, "hidden_size"):
         raise ValueError(f"build_model: {name} is not a sentence encoder: its configuration has no hidden_size")
     channels = int(transformer.config.hidden_size)
     return Trunk(name, TextEncoder(transformer, pooling), channels, input_size=0, vectors=True)
 
 
+def _reachable(name: str) -> contextlib.AbstractContextManager[None]:
+    """Around loading: a folder needs no network, and without one the Hub's cache is used at once."""
+    return contextlib.nullcontext() if Path(name).expanduser().exists() else offline_if_unreachable()
+
+
+def _hint(name: str) -> str:
+    return "" if Path(name).expanduser().exists() else "; without a network give the folder of a model: --trunk FOLDER"
+
+
 def _check_folder(name: str) -> None:
-    if Path(name).expanduser().exists() and not is_text_folder(name):
+    folder = Path(name).expanduser()
+    if not folder.exists() and (folder.is_absolute() or name.startswith(".")):
+        raise FileNotFoundError(f"build_model: the folder {name} of the sentence encoder does not exist")
+    if folder.exists() and not is_text_folder(name):
         raise ValueError(
             f"build_model: {name} is not a sentence encoder: a folder of transformers or sentence-transformers with {CONFIG} "
             "is wanted"

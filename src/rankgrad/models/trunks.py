@@ -227,7 +227,7 @@ def _timm_trunk(name: str, wanted: str, pretrained: bool, address: str, *, any_s
     if any_size:
         options.update(dynamic_img_size=True, dynamic_img_pad=True)
     try:
-        with _offline_if_unreachable() if pretrained else contextlib.nullcontext():
+        with offline_if_unreachable() if pretrained else contextlib.nullcontext():
             body: Any = timm.create_model(wanted, pretrained=pretrained, **options)
     except OSError as error:
         raise _no_download(name, address, error) from error
@@ -339,7 +339,7 @@ def _is_path(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _offline_if_unreachable() -> Iterator[None]:
+def offline_if_unreachable() -> Iterator[None]:
     """Without a network the Hub's client retries for a minute; here it uses its cache at once, or fails."""
     from huggingface_hub import constants
 
