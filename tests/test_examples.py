@@ -17,7 +17,7 @@ RUNS = {
     "cross_modal": (["--steps", "5"], "text to image: R@1 ", ()),
     "detector": (["--steps", "5"], "step 5: loss_classifier ", ("torchvision",)),
     "distributed": (["--steps", "10"], "step 10: loss of the global batch ", ()),
-    "graded_lists": (["--steps", "20"], "after:  NDCG ", ()),
+    "learning_to_rank": (["--queries", "100", "--epochs", "3"], "network on ApproxNDCG: NDCG@10 ", ()),
     "lightning_module": (["--epochs", "1"], "'val_mAP': ", ("lightning",)),
     "metric_learning": (["--steps", "3"], "Smooth-AP, mined pairs: test mAP ", ("pytorch_metric_learning",)),
     "multi_label": (["--steps", "3"], "step 3: test NDCG ", ()),
