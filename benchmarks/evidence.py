@@ -5,7 +5,7 @@ benchmarks/results that `rankgrad study` wrote:
 
     {{ table FILE GROUP METRIC,METRIC }}     a line per label: mean and deviation between seeds, interval over queries
     {{ mean FILE LABEL METRIC }}             in percent
-    {{ gain FILE LABEL OTHER METRIC }}       the difference of two means
+    {{ gain FILE LABEL OTHER METRIC }}       the difference of two means over the seeds that both have
     {{ best FILE GROUP METRIC }}             the label with the largest mean
     {{ least FILE GROUP METRIC }}            the smallest mean of a group
     {{ most FILE GROUP METRIC }}             the largest one
@@ -118,8 +118,10 @@ class Evidence:
         return f"{self._mean(file, label, metric):.1f}"
 
     def gain(self, file: str, label: str, other: str, metric: str) -> str:
-        """Of `label` over `other`, with its sign."""
-        return f"{self._mean(file, label, metric) - self._mean(file, other, metric):+.1f}"
+        """Of `label` over `other` with the same seeds, with its sign."""
+        ours, theirs = ({row["seed"]: row for row in self._of(file, name)} for name in (label, other))
+        differences = [float(row[metric]) - float(theirs[seed][metric]) for seed, row in ours.items() if seed in theirs]
+        return f"{100 * statistics.fmean(differences):+.1f}"
 
     def best(self, file: str, group: str, metric: str) -> str:
         """The label with the largest mean."""

@@ -13,6 +13,7 @@ ROWS = [
     ("loss", "B", 1, "test", 0.70, "", ""),
     ("loss", "B", 0, "validation", 0.99, "", ""),
     ("other", "A", 0, "test", 0.50, 0.48, 0.52),
+    ("other", "C", 1, "test", 0.55, "", ""),
 ]
 
 
@@ -34,6 +35,7 @@ def test_fields_are_computed_from_the_runs(evidence):
     assert filled("mean runs A R@1") == "52.0"
     assert filled("gain runs B A R@1") == "+13.0"
     assert filled("gain runs A B R@1") == "-13.0"
+    assert filled("gain runs C A R@1") == "+1.0", "seed 1 alone"
     assert filled("best runs loss R@1") == "B"
     assert filled("least runs loss R@1") == "52.0"
     assert filled("most runs loss R@1") == "65.0"
@@ -60,7 +62,7 @@ def test_a_section_without_runs_is_left_out(evidence):
 
 
 @pytest.mark.parametrize(
-    "field", ["mean runs C R@1", "mean none A R@1", "mean runs A R@7", "table runs nothing R@1", "median x"]
+    "field", ["mean runs D R@1", "mean none A R@1", "mean runs A R@7", "table runs nothing R@1", "median x"]
 )
 def test_wrong_fields_are_named(evidence, field):
     with pytest.raises(ValueError, match=re.escape(field)):
