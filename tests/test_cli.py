@@ -45,8 +45,8 @@ def test_every_verb_is_a_function_of_a_module(verb):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["dmeo"], "unknown verb 'dmeo': did you mean 'demo'?"),
-        (["xyz"], "unknown verb 'xyz': choose one of demo, train, eval, recipes"),
+        (["dmeo"], "unknown command 'dmeo': did you mean 'demo'?"),
+        (["xyz"], "unknown command 'xyz': choose one of demo, train, eval, recipes"),
         (["demo", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["demo", "--classes", "1"], "--classes must be at least 2, got 1"),
     ],
@@ -107,12 +107,14 @@ def test_training_ends_with_the_next_commands(tmp_path, capsys, monkeypatch):
     assert cli.main([*train, *common]) == 0
     lines = capsys.readouterr().out.partition("next:\n")[2].splitlines()
     commands = [shlex.split(line) for line in lines if line.startswith("  rankgrad ")]
-    assert [command[1] for command in commands] == ["report", "embed", "serve", "export"]
+    assert [command[1] for command in commands] == ["report", "embed", "serve", "card"]
     # they work as they stand; the page is served until it is stopped
-    report, embed, serve, _ = commands
+    report, embed, serve, card = commands
     assert cli.main(report[1:]) == 0
     assert cli.main([*embed[1:], *common]) == 0
     assert (Path(serve[-1]) / "embeddings.npy").is_file()
+    assert cli.main([*card[1:], "--no-onnx"]) == 0
+    assert (Path(card[-1]) / "README.md").is_file()
 
 
 def test_a_report_goes_into_its_run_and_replaces_nothing_else(tmp_path, capsys, monkeypatch):

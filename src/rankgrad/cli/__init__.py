@@ -74,7 +74,7 @@ VERBS: Mapping[str, Verb] = {
     "report": Verb("show_commands", "report", "Write one HTML page about runs: curves, tables, retrieved images."),
     "embed": Verb("search_commands", "main_embed", "Embed images with the network of a run."),
     "index": Verb("search_commands", "main_index", "Build a search index of embeddings."),
-    "search": Verb("search_commands", "main_search", "Find the images most similar to one."),
+    "search": Verb("search_commands", "main_search", "Find the images of a gallery that are most similar to an image."),
     "predict": Verb("search_commands", "main_predict", "Label images by their nearest neighbours in a gallery."),
     "serve": Verb("search_commands", "main_serve", "Open a local page to search by image."),
     "duplicates": Verb("duplicates_command", "main", "Find near-duplicates and likely label errors among embedded images."),
@@ -157,16 +157,16 @@ def call_verb(verbs: Mapping[str, Verb], arguments: list[str], *, command: str, 
     width = max(map(len, verbs))
     parser = argparse.ArgumentParser(
         prog=command,
-        epilog="\n".join(["verbs:", *(f"  {name:{width}} {verb.help}" for name, verb in verbs.items())]),
+        epilog="\n".join(["commands:", *(f"  {name:{width}} {verb.help}" for name, verb in verbs.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if version:
         parser.add_argument("--version", action="version", version=version)
-    parser.add_argument("verb", metavar="VERB", help="one of those below; VERB --help describes its arguments")
-    parser.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="arguments of the verb")
+    parser.add_argument("verb", metavar="COMMAND", help="one of those below; COMMAND --help describes its arguments")
+    parser.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="arguments of the command")
     chosen = parser.parse_args(arguments or ["--help"])
     if chosen.verb not in verbs:
-        parser.error(f"unknown verb {chosen.verb!r}: {did_you_mean(chosen.verb, verbs)}")
+        parser.error(f"unknown command {chosen.verb!r}: {did_you_mean(chosen.verb, verbs)}")
     return verbs[chosen.verb](chosen.rest)
 
 

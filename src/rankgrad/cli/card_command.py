@@ -25,9 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, help="a new folder to share, which rankgrad.load opens [print the card]"
+        "--out", metavar="DIR", type=Path, help="write a new folder, which rankgrad.load opens [print the card]"
     )
-    parser.add_argument("--name", metavar="NAME", help="of the model [the name of --out, or of RUN]")
+    parser.add_argument("--name", metavar="NAME", help="name of the model [that of --out, or of RUN]")
     parser.add_argument(
         "--license",
         metavar="ID",

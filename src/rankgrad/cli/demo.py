@@ -109,10 +109,14 @@ def train(model: nn.Module, loss: nn.Module, batches: GlyphBatches, folder: Path
 def main(arguments: list[str]) -> int:
     """Train once per loss, print one table and write one report."""
     parser = Parser("rankgrad demo", "Train a small network on the built-in glyphs with several losses and compare them.")
-    parser.add_argument("--steps", type=int, default=300, help="training steps per loss [%(default)s]")
-    parser.add_argument("--classes", type=int, help="use only this many classes of each split, for a quick look")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and augmentation [%(default)s]")
-    parser.add_argument("--out", type=Path, help="folder for runs and report [runs/demo, or the next that is free]")
+    parser.add_argument("--steps", metavar="N", type=int, default=300, help="training steps per loss [%(default)s]")
+    parser.add_argument("--classes", metavar="N", type=int, help="use only this many classes of each split, for a quick look")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="seed of weights, batches and augmentation [%(default)s]"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, help="folder for runs and report [runs/demo, or the next that is free]"
+    )
     options = parser.parse(arguments)
     for name, least in (("steps", 1), ("classes", 2), ("seed", 0)):
         value = getattr(options, name)

@@ -86,11 +86,29 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("embeddings", type=Path, metavar="EMB", help="a folder that `rankgrad embed` or `rankgrad index` wrote")
-    add("--threshold", type=float, default=0.9, help="cosine from which two images are near-duplicates [%(default)s]")
-    add("--neighbours", type=int, default=5, metavar="K", help="neighbours that must all disagree [%(default)s]")
-    add("--agreement", type=float, default=0.6, help="fraction of them with the same other label [%(default)s]")
+    add(
+        "--threshold",
+        metavar="COSINE",
+        type=float,
+        default=0.9,
+        help="cosine from which two images are near-duplicates [%(default)s]",
+    )
+    add(
+        "--neighbours",
+        type=int,
+        default=5,
+        metavar="K",
+        help="nearest neighbours that must all carry another label [%(default)s]",
+    )
+    add(
+        "--agreement",
+        metavar="SHARE",
+        type=float,
+        default=0.6,
+        help="share of them that must carry the same other label [%(default)s]",
+    )
     add("--out", type=Path, metavar="DIR", help="where to write [EMB]")
-    add("--most", type=int, default=100, metavar="N", help="groups and errors shown on the page [%(default)s]")
+    add("--most", type=int, default=100, metavar="N", help="groups and errors to show on the page, at most [%(default)s]")
     add("--images", type=Path, metavar="DIR", help="folder of the images, where it moved or EMB is someone else's")
     add("--exact", action="store_true", help="search exactly, without the index")
     add("--no-pictures", action="store_true", help="leave the pictures out of the page")

@@ -81,8 +81,9 @@ def add_settings(
         words = "|".join(setting.choices) if setting.kind is str else ""
         is_short = 0 < len(words) < 60
         text = in_flags(setting.help if is_short else setting.description, settings_of(kind)).replace("%", "%%")
-        if defaults is not None:
-            text += f" [{format_value(getattr(defaults, name)).replace('%', '%%')}]"
+        shown = "" if defaults is None else format_value(getattr(defaults, name))
+        if shown not in ("", "-"):
+            text += f" [{shown.replace('%', '%%')}]"
         if setting.kind is bool:
             group.add_argument(
                 flag_of(name), dest=name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text

@@ -29,8 +29,8 @@ def main_embed(arguments: Sequence[str]) -> int:
     from rankgrad.search.gallery_writer import embed_images
     from rankgrad.search.image_lists import ImageList, images_at, manifest_of_images, split_of_data_set, texts_of_file
 
-    parser = Parser("rankgrad embed", "Embed images with a trained run. Writes embeddings.npy and a list of the images.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser = Parser("rankgrad embed", "Embed images or texts with a trained run: write embeddings.npy and a list of them.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run, or of a shared model")
     parser.add_argument(
         "images",
         metavar="IMAGES",
@@ -86,8 +86,10 @@ def main_index(arguments: Sequence[str]) -> int:
     from rankgrad.search.index import KINDS, build_index
 
     parser = Parser("rankgrad index", "Index embeddings for fast search, and measure the index against exact search.")
-    parser.add_argument("embeddings", metavar="EMBEDDINGS", type=Path, help="folder that embed wrote")
-    parser.add_argument("--kind", choices=("auto", *KINDS), default="auto", help="of index [auto: by the number of images]")
+    parser.add_argument("embeddings", metavar="EMBEDDINGS", type=Path, help="folder that `rankgrad embed` wrote")
+    parser.add_argument(
+        "--kind", choices=("auto", *KINDS), default="auto", help="kind of index [auto: by the number of images]"
+    )
     parser.add_argument(
         "--recall", metavar="R", type=float, default=0.95, help="share of the nearest neighbours to find [0.95]"
     )
@@ -149,7 +151,7 @@ def main_predict(arguments: Sequence[str]) -> int:
     from rankgrad.search.searcher import Searcher
 
     parser = Parser("rankgrad predict", "Label images by their nearest neighbours in a gallery, as CSV.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run, or of a shared model")
     parser.add_argument("images", metavar="IMAGES", type=Path, nargs="+", help="images, or folders of them; a file of texts")
     parser.add_argument(
         "--gallery", metavar="EMB", type=Path, required=True, help="folder of embedded images with labels, or of their index"
@@ -220,12 +222,12 @@ def main_export(arguments: Sequence[str]) -> int:
     from rankgrad.search.text_export import FORMAT, export_sentence_encoder
 
     parser = Parser("rankgrad export", "Write the model of a run for use elsewhere, and check what was written.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run, or of a shared model")
     parser.add_argument(
         "--format",
         choices=(*FILES, FORMAT),
         action="append",
-        help=f"of the file; may be repeated [safetensors; for a run on texts {FORMAT}]",
+        help=f"file format; may be repeated [safetensors; for a run on texts {FORMAT}]",
     )
     parser.add_argument("--out", metavar="DIR", type=Path, help="where to write [RUN/export]")
     _add_model(parser, device=False)
@@ -248,7 +250,7 @@ def main_export(arguments: Sequence[str]) -> int:
 def main_serve(arguments: Sequence[str]) -> int:
     """`rankgrad serve RUN --index DIR`."""
     parser = Parser("rankgrad serve", "Serve a page to search with images in the browser.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run, or of a shared model")
     parser.add_argument("--index", metavar="DIR", type=Path, required=True, help="folder of the index, or of embeddings alone")
     parser.add_argument(
         "--images", metavar="DIR", type=Path, help="folder of the images, where it moved or the embeddings are someone else's"

@@ -224,8 +224,8 @@ def _figure_options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("names", metavar="NAME", nargs="*", help="pictures to draw [all]")
     add("--out", type=Path, default=Path("figures"), metavar="DIR", help="folder to write to [%(default)s]")
-    add("--format", choices=("svg", "png"), default="svg", help="file format, %(choices)s [%(default)s]")
-    add("--width", type=int, default=1920, metavar="PIXELS", help="of a png [%(default)s]")
+    add("--format", choices=("svg", "png"), default="svg", help="file format [%(default)s]")
+    add("--width", type=int, default=1920, metavar="PIXELS", help="width of a PNG [%(default)s]")
     add("--dark", action="store_true", help="draw on a dark background, as NAME-dark")
     options = parser.parse(arguments)
     for name in options.names:

@@ -169,7 +169,11 @@ def study(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     known = studies_of(kind.recipe)
     seeds = 1 if task == RETRIEVAL else 3
     prefix = "study" if task == RETRIEVAL else "detect"
-    parser = Parser(f"{kind.command} study", "Run the papers' ablations on one data set and print them as a table.")
+    parser = Parser(
+        f"{kind.command} study",
+        "Run the papers' ablations on one data set and print them as a table.",
+        usage=f"{kind.command} study STUDY [options]; every setting of a recipe is a flag",
+    )
     parser.add_argument("study", metavar="STUDY", help=f"one of {', '.join(known)}")
     parser.add_argument("--only", metavar="PATTERN", default="", help="only the lines whose group or label contains this")
     parser.add_argument("--seeds", metavar="N or A,B", default=str(seeds), help="how many seeds, or which [%(default)s]")
@@ -239,7 +243,9 @@ def check_equivalence(arguments: Sequence[str]) -> int:
     )
     _add_processes(parser, kind, "number of local processes to compare with one [2]", default=2)
     _add_parallel(parser, kind)
-    parser.add_argument("--images", metavar="N", type=int, default=15, help="in the batch [15, which 2 or 4 share unevenly]")
+    parser.add_argument(
+        "--images", metavar="N", type=int, default=15, help="images in the batch [15, which 2 or 4 processes share unevenly]"
+    )
     given = parser.parse(arguments)
     if not given.recipe and given.data is None:
         parser.error("name a recipe, or your own images with --data; `rankgrad recipes` lists recipes")
@@ -335,7 +341,7 @@ def _must_launch(given: argparse.Namespace) -> bool:
 def _context(given: argparse.Namespace, processes: Processes | None = None) -> RunContext:
     """Where and how to run, as the command line says it."""
     if processes is None and launched():
-        raise ValueError("this verb runs in one process; torchrun is for train, eval and check-equivalence")
+        raise ValueError("this command runs in one process; torchrun is for train, eval and check-equivalence")
     if given.workers is not None and given.workers < 1:
         raise ValueError(f"--workers must be at least 1, got {given.workers}")
     device = device_named(given.device) if processes is None else processes.device
