@@ -1,4 +1,4 @@
-"""The comparison of learning to rank: its lists, its LambdaRank and that it runs."""
+"""The comparison of learning to rank: its lists, its LambdaRank, that it runs, and that the page holds its results."""
 
 import math
 
@@ -48,3 +48,8 @@ def test_methods_are_compared_on_lists_they_have_not_seen(monkeypatch):
     assert float(means[ltr.LIGHTGBM][ltr.METRIC]) - float(means[ltr.LAMBDARANK][ltr.METRIC]) == pytest.approx(
         float(means[ltr.LIGHTGBM]["difference"]), abs=2e-4
     )
+
+
+def test_the_page_holds_the_results():
+    text = ltr.PAGE.read_text(encoding="utf-8")
+    assert text.partition(ltr.BEGIN)[2].partition(ltr.END)[0].strip() == ltr.page_table(ltr.RESULTS)
