@@ -227,7 +227,9 @@ def _broken(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
     taken = sum(max(_width(printable(row[i])) for row in (header, *rows)) + 2 for i in range(len(header) - 1))
     broken = []
     for *cells, last in rows:
-        first, *more = textwrap.wrap(last, max(width - taken, LEAST_COLUMN), break_long_words=False) or [""]
+        first, *more = textwrap.wrap(
+            last, max(width - taken, LEAST_COLUMN), break_long_words=False, break_on_hyphens=False
+        ) or [""]
         broken += [[*cells, first], *([*[""] * len(cells), line] for line in more)]
     return broken
 

@@ -84,7 +84,8 @@ def describe_recipe(recipe: "Recipe") -> str:
         parts.append(table(header, rows, align="lrll", indent="  ", width=terminal_width()))
     if recipe.notes:
         notes = (
-            textwrap.fill(note, terminal_width(), initial_indent="  - ", subsequent_indent="    ") for note in recipe.notes
+            textwrap.fill(note, terminal_width(), initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
+            for note in recipe.notes
         )
         parts.append("\n".join(["notes:", *notes]))
     return "\n\n".join(parts)

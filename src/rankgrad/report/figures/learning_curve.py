@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -163,6 +163,8 @@ def _curves(axes: Axes, numbers: LearningCurves, values: NDArray[np.float64], th
         ends.append((float(curves[:, -1].mean()), f"{name} {100 * curves[:, -1].mean():.1f}", colour))
     axes.set_xlim(0, numbers.step[-1])
     axes.set_ylim(0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(axis="x", pad=6)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     name_ends(axes, float(numbers.step[-1]), ends)
 
