@@ -343,7 +343,7 @@ def test_mistakes_on_the_command_line_are_one_sentence(arguments, message, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "unknown verb 'trian': did you mean 'train'?"),
+        (["trian"], "unknown command 'trian': did you mean 'train'?"),
         (["train"], "name the recipe; `rankgrad detect recipes` lists them"),
         (["train", "shapes-ce", "--epoch", "3"], "unknown flag --epoch: did you mean --epochs?"),
         (["study", "shape"], "there is no study 'shape': did you mean 'shapes'?"),
