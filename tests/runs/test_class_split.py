@@ -99,7 +99,7 @@ def test_published_data_sets_keep_the_order_of_their_labels(tree):
 )
 def test_a_batch_that_a_part_of_the_classes_cannot_fill_is_lowered(classes, settings, batch, capsys):
     recipe = replace(find("own-images").debug_version(), validation="half", **settings)
-    task = RetrievalTask(recipe, RunContext(classes, CPU)).with_fitting_batch()
+    task = RetrievalTask(recipe, RunContext(classes, CPU)).for_selection()
     assert task.recipe.batch_size == batch
     said = capsys.readouterr().out
     assert (f"batches have {batch} images instead of" in said) == (batch != settings["batch_size"])

@@ -319,13 +319,13 @@ def test_classes_are_named_in_the_run(half):
 
 
 def test_a_result_that_cannot_be_saved_is_printed_first(half, capsys, monkeypatch):
-    from rankgrad.runs import pipeline
+    from rankgrad.runs import tester
 
     def refuse(*_, **__):
         raise PermissionError(13, "Read-only file system")
 
     before = (half / "eval" / "test" / "result.json").read_bytes()
-    monkeypatch.setattr(pipeline, "atomic_folder", refuse)
+    monkeypatch.setattr(tester, "atomic_folder", refuse)
     assert evaluate(half) != 0
     told = capsys.readouterr()
     assert "R@1" in told.out
