@@ -49,23 +49,14 @@ LARGEST_WHOLE = 400
 
 
 @dataclass(frozen=True)
-class RateCase:
-    """One row of the table."""
+class RateCase(ChunkCase):
+    """One row of the table: a stage of a batch."""
 
-    stage: str
-    model: str
-    size: int
-    batch: int
-    chunk: int = 0
-    keep: str = "auto"
+    stage: str = "step"
 
     @property
     def key(self) -> str:
         return f"{self.stage} {self.model} {self.size} {self.batch} {self.cut}"
-
-    @property
-    def cut(self) -> str:
-        return f"chunks of {self.chunk}, keep {self.keep}" if self.chunk else "whole"
 
 
 def all_cases(
@@ -74,12 +65,12 @@ def all_cases(
     """The rows, stage by stage for each network."""
     cases = []
     for model, size in models:
-        cases += [RateCase("decode", model, size, 0), RateCase("augment", model, size, batches[0])]
+        cases += [RateCase(model, size, 0, stage="decode"), RateCase(model, size, batches[0], stage="augment")]
         for batch in batches:
-            whole = [RateCase("bare", model, size, min(batch, LARGEST_WHOLE))]
+            whole = [RateCase(model, size, min(batch, LARGEST_WHOLE), stage="bare")]
             if batch <= LARGEST_WHOLE:
-                whole += [RateCase(stage, model, size, batch) for stage in ("step", "train", "metric-learning")]
-            cut = [RateCase("step", model, size, batch, chunk, keep) for keep in ("auto", "none")] if batch > chunk else []
+                whole += [RateCase(model, size, batch, stage=stage) for stage in ("step", "train", "metric-learning")]
+            cut = [RateCase(model, size, batch, chunk, keep) for keep in ("auto", "none")] if batch > chunk else []
             cases += whole + cut
     return list(dict.fromkeys(cases))
 
@@ -156,8 +147,7 @@ def _bare(case: RateCase, machine: Machine) -> float:
 
 
 def _step(case: RateCase, machine: Machine) -> float:
-    chunked = ChunkCase(case.model, case.size, case.batch, case.chunk, case.keep)
-    return rate(chunked, machine.device, steps=machine.steps, warm_up=machine.warm_up)[0]
+    return rate(case, machine.device, steps=machine.steps, warm_up=machine.warm_up)[0]
 
 
 def _train(case: RateCase, machine: Machine) -> float:
