@@ -6,22 +6,23 @@
     decode        JPEG files to pixels, all threads
     augment       crops and flips of decoded images on the device
     bare          torch alone on a resident batch: forward, backward, optimizer, no loss over the batch. The limit
-    step          `TrainStep` as `rankgrad train` uses it, the rank loss included; whole or in chunks
-    train         `rankgrad train` from files on disk: the epochs after the first
+    step          `TrainStep` as `rankgrad train` uses it on a resident batch, the rank loss included; whole or in chunks
+    train         `rankgrad train` from files on disk, augmentation included: the epochs after the first, which decodes
     metric-learning   the loop of a user of pytorch-metric-learning: ImageFolder, torchvision's transforms, DataLoader
 
-Random weights, bf16, frozen batch normalisation. Without --data, images of smoothed noise are written first. Needs a GPU for
-figures that mean something; `--device cpu --smallest` shows that it works.
+Random weights, bf16, frozen batch normalisation. `of_bare` is the share of the bare loop with as many images in a pass of the
+network. Without --data, images of smoothed noise, 500 x 375 pixels, are written first. Needs a GPU for figures that mean
+something; `--device cpu --smallest` shows that it works.
 """
 
 import argparse
-import csv
 import json
 import re
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,13 @@ import torch
 from torch import nn
 
 from benchmarks.chunk_rates import PER_CLASS, TRUNKS, ChunkCase, rate
-from rankgrad._messages import table
+from benchmarks.csv_rows import append_csv, text_table
+from benchmarks.measure import provenance
+from rankgrad._device import release_memory
 from rankgrad.data.image_batches import ImageBatches
 from rankgrad.data.image_files import ImageDecoder, map_images
 from rankgrad.data.image_store import ImageBuffer, bytes_needed
+from rankgrad.data.prefetch import default_threads
 from rankgrad.data.preprocessing import Augment
 from rankgrad.data.readers import read
 from rankgrad.data.samplers import ClassBalanced
@@ -42,10 +46,12 @@ from rankgrad.models import ModelSpec, build_model
 
 STAGES = ("decode", "augment", "bare", "step", "train", "metric-learning")
 MODELS = (("resnet50", 224), ("lite0", 112))
-BATCHES = (128, 400, 4000)
-# images in a pass of the network where the whole batch does not fit or is not wanted
-CHUNK = 100
-LARGEST_WHOLE = 400
+# batches that pass the network as a whole, and (batch, images in a pass) of those in chunks
+WHOLE = (128, 400)
+IN_CHUNKS = ((400, 100), (4000, 400))
+# images on disk: classes, images of a class, height; a batch of 4,000 has 4 of each class
+ON_DISK = (1000, 20, 375)
+EPOCH_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -58,21 +64,26 @@ class RateCase(ChunkCase):
     def key(self) -> str:
         return f"{self.stage} {self.model} {self.size} {self.batch} {self.cut}"
 
+    @property
+    def images_in_pass(self) -> int:
+        return self.chunk or self.batch
+
 
 def all_cases(
-    models: Sequence[tuple[str, int]] = MODELS, batches: Sequence[int] = BATCHES, chunk: int = CHUNK
+    models: Sequence[tuple[str, int]] = MODELS,
+    whole: Sequence[int] = WHOLE,
+    in_chunks: Sequence[tuple[int, int]] = IN_CHUNKS,
 ) -> list[RateCase]:
-    """The rows, stage by stage for each network."""
+    """The rows of each network, limits first."""
     cases = []
     for model, size in models:
-        cases += [RateCase(model, size, 0, stage="decode"), RateCase(model, size, batches[0], stage="augment")]
-        for batch in batches:
-            whole = [RateCase(model, size, min(batch, LARGEST_WHOLE), stage="bare")]
-            if batch <= LARGEST_WHOLE:
-                whole += [RateCase(model, size, batch, stage=stage) for stage in ("step", "train", "metric-learning")]
-            cut = [RateCase(model, size, batch, chunk, keep) for keep in ("auto", "none")] if batch > chunk else []
-            cases += whole + cut
-    return list(dict.fromkeys(cases))
+        cases += [RateCase(model, size, 0, stage="decode"), RateCase(model, size, whole[-1], stage="augment")]
+        cases += [RateCase(model, size, n, stage="bare") for n in sorted({*whole, *(chunk for _, chunk in in_chunks)})]
+        for stage in ("step", "train", "metric-learning"):
+            cases += [RateCase(model, size, batch, stage=stage) for batch in whole]
+        for stage in ("step", "train"):
+            cases += [RateCase(model, size, *cut, keep, stage) for cut in in_chunks for keep in ("auto", "none")]
+    return cases
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,10 @@ class Machine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def steps_of(self, batch: int) -> int:
+        """Steps to measure; of large batches fewer."""
+        return max(self.steps * 400 // max(batch, 400), min(self.steps, 3))
+
     def per_second(self, step: Callable[[], object], images: int) -> float:
         """Images per second: the median over `steps` calls after `warm_up`."""
         seconds = []
@@ -98,6 +113,10 @@ class Machine:
             self.wait()
             seconds.append(time.perf_counter() - began)
         return images / statistics.median(seconds[self.warm_up :])
+
+    @property
+    def train_images(self) -> Path:
+        return self.data / "train" if (self.data / "train").is_dir() else self.data
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
@@ -113,6 +132,7 @@ def measure(case: RateCase, machine: Machine) -> float:
 def _decode(case: RateCase, machine: Machine) -> float:
     images = read("folder", machine.data).splits["train"]
     decoder = ImageDecoder(images, _stored_side(case), square=False)
+    list(map_images(decoder.planes, range(min(len(images), 100)), None))  # threads and libraries are there
     began = time.perf_counter()
     decoded = sum(1 for _ in map_images(decoder.planes, range(len(images)), None))
     return decoded / (time.perf_counter() - began)
@@ -147,19 +167,22 @@ def _bare(case: RateCase, machine: Machine) -> float:
 
 
 def _step(case: RateCase, machine: Machine) -> float:
-    return rate(case, machine.device, steps=machine.steps, warm_up=machine.warm_up)[0]
+    return rate(case, machine.device, steps=machine.steps_of(case.batch), warm_up=machine.warm_up)[0]
 
 
 def _train(case: RateCase, machine: Machine) -> float:
     """The rate of whole epochs after the first, which compiles, records and decodes."""
     from rankgrad.cli import main as command_line
 
+    classes = sum(1 for entry in machine.train_images.iterdir() if entry.is_dir())
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         settings = {
             "data": machine.data, "out": run, "cache": Path(folder) / "cache", "device": machine.device,
             "trunk": TRUNKS[case.model], "weights": "none", "batch-norm": "frozen", "size": case.size,
-            "batch-size": case.batch, "per-class": PER_CLASS, "epochs": 4, "chunk-size": 0,
+            "batch-size": case.batch, "per-class": PER_CLASS, "chunk-size": case.chunk,
+            "keep": 0 if case.keep == "none" else "auto", "evaluate-every": 0,
+            "images-per-class": max(EPOCH_STEPS * case.batch // classes, PER_CLASS), "epochs": 2 if case.batch >= 4000 else 3,
             "precision": "bf16" if machine.device.type == "cuda" else "float32",
         }  # fmt: skip
         if command_line(["train", *(f"--{name}={value}" for name, value in settings.items())]):
@@ -182,10 +205,12 @@ def _metric_learning(case: RateCase, machine: Machine) -> float:
             transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
         ]
     )
-    images = datasets.ImageFolder(str(machine.data), prepared)
-    steps = machine.steps + machine.warm_up
+    images = datasets.ImageFolder(str(machine.train_images), prepared)
+    workers = default_threads()
+    # what the workers have prepared before the first step ends is not what they can keep up
+    ahead = 2 * workers
+    steps = ahead + machine.steps
     sampler = samplers.MPerClassSampler(images.targets, PER_CLASS, case.batch, length_before_new_iter=case.batch * (steps + 1))
-    workers = min(torch.multiprocessing.cpu_count(), 16)
     loader = DataLoader(images, case.batch, sampler=sampler, num_workers=workers, pin_memory=machine.device.type == "cuda")
     batches = iter(loader)
     model = _network(case).to(machine.device).train()
@@ -199,7 +224,14 @@ def _metric_learning(case: RateCase, machine: Machine) -> float:
         loss(embeddings.float(), labels.to(machine.device)).backward()
         optimizer.step()
 
-    return machine.per_second(step, case.batch)
+    for _ in range(ahead):
+        step()
+    machine.wait()
+    began = time.perf_counter()
+    for _ in range(machine.steps):
+        step()
+    machine.wait()
+    return machine.steps * case.batch / (time.perf_counter() - began)
 
 
 _MEASURES: dict[str, Callable[[RateCase, Machine], float]] = dict(
@@ -216,45 +248,56 @@ def _stored_side(case: RateCase) -> int:
 
 
 def write_images(folder: Path, classes: int, per_class: int, side: int) -> None:
-    """JPEG files of smoothed noise in folder/CLASS, about as large as photographs of this size."""
+    """JPEG files of smoothed noise in folder/train/CLASS, and a few classes in folder/test."""
     from PIL import Image
 
-    generator = np.random.default_rng(0)
-    for label in range(classes):
-        (folder / f"{label:03}").mkdir(parents=True)
-        for number in range(per_class):
-            coarse = generator.integers(0, 256, (side // 8, side // 6, 3), dtype=np.uint8)
-            picture = Image.fromarray(coarse).resize((side * 4 // 3, side), Image.Resampling.BICUBIC)
-            picture.save(folder / f"{label:03}" / f"{number}.jpg", quality=90)
+    def write(path: Path, seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        coarse = generator.integers(0, 256, (side // 8, side // 6, 3), dtype=np.uint8)
+        picture = Image.fromarray(coarse).resize((side * 4 // 3, side), Image.Resampling.BICUBIC)
+        picture.save(path, quality=90)
+
+    folders = [folder / "train" / f"{label:04}" for label in range(classes)]
+    folders += [folder / "test" / f"{classes + label:04}" for label in range(8)]
+    for path in folders:
+        path.mkdir(parents=True)
+    files = [path / f"{number}.jpg" for path in folders for number in range(per_class)]
+    with ThreadPoolExecutor(default_threads()) as pool:
+        list(pool.map(write, files, range(len(files))))
 
 
 def rows_of(cases: Sequence[RateCase], machine: Machine) -> Iterator[dict[str, Any]]:
-    """One row after the other, as it is measured; `of_bare` is the share of the bare loop of the same network."""
+    """One row after the other, as it is measured; one that fails has a note."""
     limits: dict[tuple[str, int], float] = {}
     for case in cases:
-        found = measure(case, machine)
-        key = (case.model, min(case.batch, LARGEST_WHOLE))
+        found, note = 0.0, ""
+        try:
+            found = measure(case, machine)
+        except (RuntimeError, ImportError, OSError) as problem:
+            note = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
+        key = (case.model, case.images_in_pass)
         if case.stage == "bare":
             limits[key] = found
-        share = f"{found / limits[key]:.3f}" if key in limits else ""
         yield {
             "stage": case.stage, "model": case.model, "pixels": case.size, "batch": case.batch, "cut": case.cut,
-            "images_per_second": f"{found:.0f}", "of_bare": share,
+            "images_per_second": f"{found:.0f}" if found else "",
+            "of_bare": f"{found / limits[key]:.3f}" if found and limits.get(key) else "", "note": note,
         }  # fmt: skip
+        release_memory(machine.device)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; with --csv each row is written as soon as it is measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training_rates", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, help="folder of images, DIR/CLASS/image.jpg [noise is written]")
+    parser.add_argument("--data", type=Path, help="folder of images, DIR/train/CLASS/image.jpg and DIR/test [noise is written]")
     parser.add_argument("--device", default="cuda", help="where to measure [cuda]")
     parser.add_argument("--only", default="", metavar="PATTERN", help="rows whose name this regular expression finds")
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each row [15]")
-    parser.add_argument("--warm-up", type=int, default=5, help="steps before these [5]")
-    parser.add_argument("--csv", type=Path, help="write the rows here")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before these [3]")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows to this file")
     parser.add_argument("--smallest", action="store_true", help="tiny images and batches, one step of each, to try the command")
     given = parser.parse_args(arguments)
-    cases = all_cases((("convnet", 32),), (16, 32), 8) if given.smallest else all_cases()
+    cases = all_cases((("convnet", 32),), (8, 16), ((16, 8),)) if given.smallest else all_cases()
     chosen = [case for case in cases if re.search(given.only, case.key)]
     if not chosen:
         parser.error(f"--only: no row matches {given.only!r}; there are: {'; '.join(case.key for case in cases)}")
@@ -262,21 +305,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         data = given.data
         if data is None:
             data = Path(folder) / "images"
-            write_images(data, *((16, 6, 40) if given.smallest else (200, 40, 256)))
+            write_images(data, *((16, 6, 40) if given.smallest else ON_DISK))
         steps, warm_up = (1, 1) if given.smallest else (given.steps, given.warm_up)
         machine = Machine(data, torch.device(given.device), steps, warm_up)
+        origin = provenance(machine.device)
         rows: list[dict[str, Any]] = []
         for row in rows_of(chosen, machine):
             rows.append(row)
             print(*row.values(), sep=", ", flush=True)
             if given.csv:
-                with given.csv.open("w", newline="") as file:
-                    writer = csv.DictWriter(file, row.keys())
-                    writer.writeheader()
-                    writer.writerows(rows)
+                append_csv(given.csv, [origin | row])
     print()
-    print(table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
-    return 0
+    print(text_table([{name: str(value) for name, value in row.items()} for row in rows]))
+    return 1 if any(row["note"] for row in rows) else 0
 
 
 if __name__ == "__main__":
