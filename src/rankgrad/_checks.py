@@ -4,8 +4,13 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
+
+# What gains above 0 lie between: their sums, products and quotients are then numbers of float32.
+GAINS = (1e-15, 1e15)
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -55,6 +60,16 @@ def check_tensor(value: Any, *, name: str, caller: str) -> None:
         raise TypeError(f"{caller}: {name} must be a torch.Tensor, got {type(value).__name__}")
 
 
+def as_tensor(values: Tensor | ArrayLike, *, name: str, caller: str) -> Tensor:
+    """A tensor as it is; numbers in a list or an array as one, of integers where there are none."""
+    if isinstance(values, Tensor):
+        return values
+    array = np.asarray([] if values is None else values)
+    if values is None or array.dtype.kind not in "biuf":
+        raise TypeError(f"{caller}: {name} must be a tensor, an array or a list of numbers, got {type(values).__name__}")
+    return torch.from_numpy(array.copy() if array.size else array.astype(np.int64))
+
+
 def check_embeddings(embeddings: Any, *, name: str, caller: str) -> None:
     check_tensor(embeddings, name=name, caller=caller)
     if embeddings.ndim != 2:
@@ -80,7 +95,9 @@ def check_labels(labels: Any, *, items: int, of: str, name: str, caller: str) ->
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"{caller}: {name} must be integers, got {labels.dtype}; use {name}.long() if they are whole numbers")
     if labels.ndim != 1 or labels.shape[0] != items:
-        raise ValueError(f"{caller}: {name} must be one per row of {of}, shape ({items},), got shape {shape_of(labels)}")
+        several = name in ("labels", "ref_labels") and labels.ndim == 2 and len(labels) == items
+        hint = "; for classes at several levels pass relevance=rg.Levels(labels)" if several else ""
+        raise ValueError(f"{caller}: {name} must be one per row of {of}, shape ({items},), got shape {shape_of(labels)}{hint}")
 
 
 def check_finite(tensor: Tensor, *, name: str, caller: str) -> None:
@@ -134,12 +151,12 @@ def check_references(embeddings: Any, ref_emb: Any, self_index: Any, weights: An
             raise ValueError(f"{caller}: ref_emb must be on {embeddings.device} like embeddings, got {ref_emb.device}")
         if self_index is not None:
             check_labels(self_index, items=len(embeddings), of="embeddings", name="self_index", caller=caller)
+            if (validate or self_index.device.type == "cpu") and bool((self_index >= len(ref_emb)).any()):
+                raise ValueError(f"{caller}: self_index must be below {len(ref_emb)}, got {int(self_index.max())}")
     if validate:
         check_finite(embeddings, name="embeddings", caller=caller)
         if ref_emb is not None:
             check_finite(ref_emb, name="ref_emb", caller=caller)
-        if self_index is not None and ref_emb is not None and bool((self_index >= len(ref_emb)).any()):
-            raise ValueError(f"{caller}: self_index must be below {len(ref_emb)}, got {int(self_index.max())}")
 
 
 def check_weights(weights: Any, *, items: int, validate: bool, caller: str) -> None:

@@ -89,7 +89,9 @@ def test_bad_input_is_explained():
     with pytest.raises(TypeError, match="both_ways: loss must be a RankLoss, got SiMix"):
         rg.both_ways(rg.SiMix(rg.SmoothAPLoss()))
     loss = rg.both_ways(rg.SmoothAPLoss())
-    with pytest.raises(ValueError, match=r"ref_labels must be one per row of ref_emb, shape \(14,\), got shape \(11,\)"):
+    with pytest.raises(
+        ValueError, match=r"both_ways: second_ids must be one per row of second, shape \(14,\), got shape \(11,\)"
+    ):
         loss(A, B, IDS)
-    with pytest.raises(TypeError, match="either labels or relevance, got neither"):
+    with pytest.raises(TypeError, match="both_ways: give either ids or relevance, got neither"):
         loss(A, B)

@@ -94,14 +94,46 @@ def test_a_copy_is_called_as_itself():
     torch.testing.assert_close(both(IMAGES), (loss(model(IMAGES), LABELS), other(model(IMAGES), LABELS)))
 
 
+LEVELS = torch.stack((LABELS % 2, LABELS), dim=1)
+QUERY, ITEM, GAIN = torch.arange(6), torch.arange(6, 12), torch.arange(6) + 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (lambda: rg.Pairs(QUERY, ITEM), rg.SmoothAPLoss()),
+        (lambda: rg.Pairs(QUERY, ITEM, GAIN), rg.ApproxNDCGLoss()),
+        (lambda: rg.Pairs(QUERY, ITEM), rg.EmbeddingMemory(rg.SmoothAPLoss(), 2)),
+        (lambda: rg.Levels(LEVELS), rg.RankLoss(rg.Sigmoid(0.1), rg.HierarchicalAveragePrecision())),
+        (lambda: rg.Levels(LEVELS, gains=[0.1, 2]), rg.ApproxNDCGLoss()),
+        (lambda: rg.Levels(LEVELS), rg.SiMix(rg.ApproxNDCGLoss())),
+    ],
+)
+def test_pairs_and_levels_leave_the_graph_whole(make, loss):
+    relevance, model, other_model, other_loss = make(), network(), network(), copy.deepcopy(loss)
+    step = torch.compile(lambda images: loss(model(images), relevance=relevance), fullgraph=True, backend="aot_eager")
+    found = run(step, model, loss)
+    wanted = run(lambda images: other_loss(other_model(images), relevance=relevance), other_model, other_loss)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_pairs_made_in_the_graph_and_both_ways():
+    model, loss = network(), rg.both_ways(rg.SmoothAPLoss(0.1))
+
+    def step(images: Tensor, query: Tensor, item: Tensor) -> Tensor:
+        first, second = model(images), model(images.flip(0))
+        return loss(first, second, relevance=rg.Pairs(query, item)) + loss(first, second, LABELS)
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(IMAGES, QUERY, ITEM), step(IMAGES, QUERY, ITEM))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler's own, where a graph breaks
-@pytest.mark.parametrize("pairs", [False, True], ids=["one loss per query", "pairs"])
-def test_what_the_operator_does_not_take_breaks_the_graph_once(pairs):
-    model, loss = network(), rg.SmoothAPLoss(reduction="mean" if pairs else "none")
-    relevance = rg.Pairs(torch.arange(6), torch.arange(6, 12)) if pairs else LABELS
+def test_one_loss_per_query_breaks_the_graph_once():
+    model, loss = network(), rg.SmoothAPLoss(reduction="none")
 
     def step(images: Tensor) -> Tensor:
-        return loss(model(images), relevance).square().mean()
+        return loss(model(images), LABELS).square().mean()
 
     explained = torch._dynamo.explain(step)(IMAGES)
     assert (explained.graph_count, explained.graph_break_count) == (2, 1), explained.break_reasons

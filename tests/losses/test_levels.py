@@ -1,5 +1,6 @@
 """Labels at several levels: gains by the deepest level shared, and hierarchical average precision."""
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -145,7 +146,45 @@ def test_memory_and_parts_with_levels():
     torch.testing.assert_close(sum(parts), wanted)
 
 
+@pytest.mark.parametrize("tile", [None, 4])
+def test_simix_mixes_items_of_the_finest_class(tile, monkeypatch):
+    if tile:
+        monkeypatch.setattr("rankgrad.ops.sources.tile_side", lambda device: tile)
+    labels = torch.tensor([[0, 0], [0, 1], [0, 0], [1, 0], [1, 0], [0, 0]])
+    x = torch.nn.functional.normalize(torch.randn(6, 4, dtype=torch.double))
+    loss = rg.RankLoss(rg.Sigmoid(0.1), rg.HierarchicalAveragePrecision())
+    mixed = rg.SiMix(loss, torch.Generator().manual_seed(3))
+    first, second = torch.tensor([0, 0, 2, 3]), torch.tensor([2, 5, 5, 4])
+    alpha = torch.rand(4, generator=torch.Generator().manual_seed(3), dtype=torch.double)[:, None]
+    everyone = torch.cat((x, alpha * x[first] + (1 - alpha) * x[second]))
+    plain = rg.RankLoss(rg.Sigmoid(0.1), rg.HierarchicalAveragePrecision(), normalize=False)
+    wanted = plain(everyone, relevance=rg.Levels(torch.cat((labels, labels[first]))))
+    torch.testing.assert_close(mixed(x, relevance=rg.Levels(labels)), wanted)
+
+
+@pytest.mark.parametrize("objective", [rg.HierarchicalAveragePrecision(), rg.NDCG()])
+def test_one_level_and_equal_gains_are_classes(objective):
+    x, labels = torch.randn(12, 4, dtype=torch.double), labels_of(12, seed=2)
+    loss = rg.RankLoss(rg.Sigmoid(0.1), objective)
+    plain = rg.RankLoss(rg.Sigmoid(0.1), rg.AveragePrecision() if objective != rg.NDCG() else objective)
+    wanted = plain(x, labels[:, 0].contiguous())
+    for levels in (rg.Levels(labels[:, :1]), rg.Levels(labels, gains=[1, 1, 1]), rg.Levels(labels.numpy(), gains=np.ones(3))):
+        torch.testing.assert_close(loss(x, relevance=levels), wanted)
+    deep = rg.Levels(torch.cat((labels[:, :1], torch.zeros(12, 40, dtype=torch.long)), dim=1).tolist(), gains=torch.ones(41))
+    torch.testing.assert_close(loss(x, relevance=deep), wanted)
+
+
 BAD = {
+    "huge gain": (lambda: rg.Levels(labels_of(4, seed=0), gains=[1.0, 2.0, 1e300]), "every gain must .* got 1e\\+300"),
+    "one number": (lambda: rg.Levels(labels_of(4, seed=0), gains=1.0), r"one for each of 3 levels, got shape \(\)"),
+    "references without embeddings": (
+        lambda: rg.SmoothAPLoss()(torch.randn(4, 2), relevance=rg.Levels(labels_of(4, seed=0), labels_of(4, seed=0))),
+        "ref_labels of Levels go with ref_emb, and there is none",
+    ),
+    "labels of levels": (
+        lambda: rg.SmoothAPLoss()(torch.randn(4, 2), labels_of(4, seed=0)),
+        r"labels must be .* pass relevance=rg.Levels\(labels\)",
+    ),
     "a vector": (lambda: rg.Levels(torch.arange(4)), r"labels must be integers of shape \(items, levels\), .*\(4,\)"),
     "floats": (lambda: rg.Levels(torch.rand(4, 2)), "labels must be integers .* torch.float32"),
     "too few gains": (lambda: rg.Levels(labels_of(4, seed=0), gains=[1.0]), "one for each of 3 levels, got 1"),

@@ -1,7 +1,10 @@
 """Relevance as a sparse list of pairs: the loss is that of the dense matrix, and bad pairs are named."""
 
+import copy
+import pickle
 import re
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -135,7 +138,13 @@ BAD = {
     "item negative": (([0, 2], [1, -3], None), r"item must .* got -3 for query 2"),
     "twice": (([3, 0, 3], [1, 2, 1], None), r"each pair must be given once, got query 3 with item 1"),
     "itself": (([3, 0], [1, 0], None), r"a query must not be relevant to itself, got query 0 with item 0"),
-    "negative gain": (([3, 0], [1, 2], [1.0, -2.0]), r"gain must be finite and at least 0, got -2.0 for query 0, item 2"),
+    "negative gain": (
+        ([3, 0], [1, 2], [1.0, -2.0]),
+        r"gain must be 0 or between 1e-15 and 1e\+15, got -2.0 for query 0, item 2",
+    ),
+    "infinite gain": (([3, 0], [1, 2], [1.0, float("inf")]), r"gain must .* got inf for query 0, item 2"),
+    "gain beyond float32": (([3, 0], [1, 2], [1e300, 1.0]), r"gain must .* for query 3, item 1"),
+    "gain that vanishes in float32": (([3, 0], [1, 2], [1e-300, 1.0]), r"gain must .* for query 3, item 1"),
     "nan gain": (([3, 0], [1, 2], [float("nan"), 2.0]), r"gain must .* got nan for query 3, item 1"),
 }
 
@@ -143,7 +152,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_pairs_are_named(name):
     (query, item, gain), message = BAD[name]
-    pairs = rg.Pairs(torch.tensor(query), torch.tensor(item), None if gain is None else torch.tensor(gain))
+    pairs = rg.Pairs(query, item, gain)
     with pytest.raises(ValueError, match=rf"SmoothAPLoss: relevance: {message}"):
         rg.SmoothAPLoss()(torch.randn(6, 4), relevance=pairs)
 
@@ -169,6 +178,52 @@ def test_bad_calls_are_explained():
         rg.Pairs(torch.tensor([0.0]), torch.tensor([1]))
     with pytest.raises(ValueError, match="Pairs: gain must be one number per pair"):
         rg.Pairs(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0, 2.0]))
+    with pytest.raises(ValueError, match=re.escape("Pairs: query must be [pairs], got shape (1, 2)")):
+        rg.Pairs([[0, 1]], [[1, 2]])
+    with pytest.raises(TypeError, match="Pairs: item must be a tensor, an array or a list of numbers, got NoneType"):
+        rg.Pairs([0], None)
+    with pytest.raises(TypeError, match=r"Pairs: item must be a tensor.* got list"):
+        rg.Pairs([0], ["a"])
+    with pytest.raises(ValueError, match="SmoothAPLoss: self_index must be below 3, got 3"):
+        loss(x, relevance=pairs, ref_emb=x, self_index=torch.arange(3) + 1)
+    for wrap in (
+        rg.SiMix,
+        rg.DistributedRankLoss,
+        lambda inner: rg.EmbeddingMemory(inner, 2),
+        lambda inner: rg.LargeBatch(nn.Identity(), inner, 2),
+    ):
+        wrapped = wrap(loss)
+        with pytest.raises(TypeError, match="either labels or relevance, got both"):
+            wrapped(x, labels, relevance=pairs)
+
+
+def test_arrays_and_lists_are_pairs_too():
+    x, query, item, gain = torch.randn(6, 4), [3, 0, 5], [1, 2, 4], [1.0, 2.0, 0.5]
+    wanted = rg.ApproxNDCGLoss()(x, relevance=rg.Pairs(torch.tensor(query), torch.tensor(item), torch.tensor(gain)))
+    for kind in (list, tuple, np.array, lambda values: np.array(values[::-1])[::-1], torch.tensor):
+        pairs = rg.Pairs(kind(query), kind(item), kind(gain))
+        torch.testing.assert_close(rg.ApproxNDCGLoss()(x, relevance=pairs), wanted)
+        torch.testing.assert_close(rg.ApproxNDCGLoss()(x, relevance=pickle.loads(pickle.dumps(pairs))), wanted)
+        torch.testing.assert_close(rg.ApproxNDCGLoss()(x, relevance=copy.deepcopy(pairs).to("cpu")), wanted)
+    assert rg.SmoothAPLoss()(x, relevance=rg.Pairs([], [])) == 0
+    assert rg.Pairs(query, item) != rg.Pairs(query, item)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.uint8, torch.int32])
+def test_gains_of_any_type(dtype):
+    x, gain = torch.randn(6, 4), torch.tensor([1, 2, 3])
+    wanted = rg.ApproxNDCGLoss()(x, relevance=rg.Pairs([3, 0, 0], [1, 2, 4], gain))
+    torch.testing.assert_close(rg.ApproxNDCGLoss()(x, relevance=rg.Pairs([3, 0, 0], [1, 2, 4], gain.to(dtype))), wanted)
+
+
+def test_autocast_does_not_change_a_loss_of_pairs():
+    x = torch.randn(40, 8, requires_grad=True)
+    pairs, found = rg.Pairs(torch.arange(20), torch.arange(20, 40), torch.rand(20)), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            value = rg.ApproxNDCGLoss()(x, relevance=pairs)
+        found.append((value.detach(), *torch.autograd.grad(value, x)))
+    torch.testing.assert_close(*found)
 
 
 def test_multi_label_items():
@@ -179,7 +234,7 @@ def test_multi_label_items():
     off = 1 - torch.eye(5)
     wanted = {None: (shared > 0).double(), "overlap": shared, "jaccard": shared / either.clamp(min=1)}
     for gain, matrix in wanted.items():
-        for each in (labels, sets):
+        for each in (labels, labels.numpy(), sets):
             pairs = rg.Pairs.from_multilabel(each, gain=gain)
             dense = torch.zeros(5, 5, dtype=torch.double)
             dense[pairs.query, pairs.item] = 1.0 if pairs.gain is None else pairs.gain.double()
@@ -190,6 +245,8 @@ def test_multi_label_items():
     assert torch.equal(by_name.item, against.item)
     with pytest.raises(TypeError, match=r"labels must be bool, .* got torch.int64"):
         rg.Pairs.from_multilabel(labels.long())
+    with pytest.raises(TypeError, match="a set of labels for each item, got 'cat'"):
+        rg.Pairs.from_multilabel(["cat", "dog"])
     with pytest.raises(TypeError, match="both be tensors or both lists"):
         rg.Pairs.from_multilabel(labels, sets)
     with pytest.raises(ValueError, match="as many columns"):
@@ -216,7 +273,7 @@ def test_a_large_batch_in_chunks():
             torch.manual_seed(1)
             model = nn.Linear(6, 4)
         step = rg.LargeBatch(model, loss, chunk_size=chunk_size)
-        step(images, pairs)
+        step(images, relevance=pairs)
         gradients.append(model.weight.grad)
     torch.testing.assert_close(*gradients)
 
@@ -227,7 +284,7 @@ def test_items_beyond_the_batch_are_in_memory():
     memory = rg.EmbeddingMemory(rg.SmoothAPLoss(), size=2)
     inside = rg.Pairs(torch.tensor([0, 1]), torch.tensor([1, 0]))
     memory(first, inside)
-    memory(second, inside)
+    memory(second, relevance=inside)
     across = rg.Pairs(torch.tensor([0, 2]), torch.tensor([5, 11]))  # the second item of the first batch, the last in memory
     wanted = rg.SmoothAPLoss()(third, relevance=across, ref_emb=torch.cat((third, first, second)), self_index=torch.arange(4))
     torch.testing.assert_close(memory(third, across), wanted)

@@ -17,6 +17,7 @@ from rankgrad._device import autocast_disabled
 from rankgrad.losses.memory import EmbeddingMemory
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.simix import SiMix
+from rankgrad.ops.relevance import Relevance
 
 
 class CalibratedRankLoss(nn.Module):
@@ -59,9 +60,9 @@ class CalibratedRankLoss(nn.Module):
         """See `RankLoss.clear_graphs`."""
         self.loss.clear_graphs()
 
-    def forward(self, embeddings: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """Both terms of a batch; `options` are those of the rank loss."""
-        value: Tensor = self.loss(embeddings, labels, **options)
+    def forward(self, embeddings: Tensor, labels: Tensor, *, relevance: Relevance | None = None, **options: Any) -> Tensor:
+        """Both terms of a batch; the rank loss takes `relevance` in place of the labels, and `options`."""
+        value: Tensor = self.loss(embeddings, labels if relevance is None else relevance, **options)
         return self.with_term(value, embeddings, labels)
 
     def with_term(self, value: Tensor, embeddings: Tensor, labels: Any, *, share: float = 1.0) -> Tensor:

@@ -24,7 +24,7 @@ from rankgrad.losses.calibration import CalibratedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.simix import SiMix
-from rankgrad.ops.relevance import Relevance
+from rankgrad.ops.relevance import Relevance, labels_or_relevance
 
 
 class DistributedRankLoss(nn.Module):
@@ -93,11 +93,19 @@ class DistributedRankLoss(nn.Module):
         dist.all_reduce(total, group=self.group)
         return total / dist.get_world_size(self.group)
 
-    def forward(self, embeddings: Tensor, labels: Tensor | Relevance, *, weights: Tensor | None = None) -> Tensor:
-        """Loss of the batch of all processes, from the embeddings [items, dimensions] and labels of this one.
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | Relevance | None = None,
+        *,
+        relevance: Relevance | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Loss of the batch of all processes, from the embeddings [items, dimensions] and labels or `relevance` of this one.
 
         `weights` [items] of at least 0 weigh its queries in the mean over all processes; all processes give them, or none does.
         """
+        labels = labels_or_relevance(labels, relevance, "DistributedRankLoss")
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
             value: Tensor = self.loss(embeddings, labels, weights=weights)
             self.gathered = embeddings.detach(), labels
@@ -123,10 +131,9 @@ class DistributedRankLoss(nn.Module):
         loss = _inner(self.loss)
         if isinstance(loss, SiMix):
             # all draw, so that generators which were alike stay so
-            classes = loss.class_labels(labels)
-            alpha = loss.draw(classes, gathered)
+            alpha = loss.draw(labels, gathered)
             dist.broadcast(alpha, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
-            value = loss.shard_loss(gathered, classes, shards.rows, alpha, weights=weights)
+            value = loss.shard_loss(gathered, labels, shards.rows, alpha, weights=weights)
         else:
             value = loss.shard_loss(gathered, labels, shards.rows, weights=weights)
         if isinstance(self.loss, CalibratedRankLoss):

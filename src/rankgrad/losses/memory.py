@@ -11,7 +11,7 @@ from torch import Tensor
 from rankgrad._checks import check_count, shape_of
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.ops.compiled import CompilableLoss
-from rankgrad.ops.relevance import Relevance
+from rankgrad.ops.relevance import Relevance, labels_or_relevance
 
 
 class _Memory(CompilableLoss):
@@ -60,14 +60,24 @@ class EmbeddingMemory(_Memory):
     no pair names are irrelevant to it.
     """
 
-    def forward(self, embeddings: Tensor, labels: Tensor | Relevance, *, weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | Relevance | None = None,
+        *,
+        relevance: Relevance | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Loss of embeddings [N, d] with labels [N] or `relevance`; see `RankLoss`."""
         if torch.compiler.is_compiling():
-            others, one_value = {"labels": labels, "weights": weights}, self.loss.reduction == "mean"
+            others = {"labels": labels, "relevance": relevance, "weights": weights}
+            one_value = self.loss.reduction == "mean"
             return self.compiled_call("forward", {"embeddings": embeddings}, others, one_value=one_value)
+        labels = labels_or_relevance(labels, relevance, "EmbeddingMemory")
         if self.past:
             self_index = torch.arange(len(embeddings), device=embeddings.device)
-            relevance, *references = self._lengthened(embeddings, labels)
-            value: Tensor = self.loss(embeddings, relevance, *references, self_index=self_index, weights=weights)
+            lengthened, *references = self._lengthened(embeddings, labels)
+            value: Tensor = self.loss(embeddings, lengthened, *references, self_index=self_index, weights=weights)
         else:
             value = self.loss(embeddings, labels, weights=weights)
         self.remember(embeddings, labels)

@@ -25,7 +25,7 @@ from rankgrad.ops.functional import (
 )
 from rankgrad.ops.masks import Mask
 from rankgrad.ops.rankers import Ranker
-from rankgrad.ops.relevance import Labels, Relevance, RelevanceInput
+from rankgrad.ops.relevance import Labels, Relevance, RelevanceInput, labels_or_relevance
 from rankgrad.ops.score_groups import Groups
 
 
@@ -186,23 +186,16 @@ class RankLoss(CompilableLoss):
         relevance: Relevance | None = None,
     ) -> RelevanceInput:
         """Who is relevant to whom, after all arguments of a call have been checked."""
-        if (labels is None) == (relevance is None):
-            came = "neither" if labels is None else "both"
-            raise TypeError(f"{self.name}: give either labels or relevance, got {came}")
-        if isinstance(labels, Relevance):
-            relevance = labels
-        if relevance is None:
-            check_batch(embeddings, labels, ref_emb, ref_labels, self_index, weights, validate=self.validate, caller=self.name)
-            assert isinstance(labels, Tensor)
-            return self.relevance(labels, ref_labels, self_index)
-        if not isinstance(relevance, Relevance):
-            raise TypeError(f"{self.name}: relevance must be Pairs or Levels, got {type(relevance).__name__}")
+        given = labels_or_relevance(labels, relevance, self.name)
+        if not isinstance(given, Relevance):
+            check_batch(embeddings, given, ref_emb, ref_labels, self_index, weights, validate=self.validate, caller=self.name)
+            return self.relevance(given, ref_labels, self_index)
         check_references(embeddings, ref_emb, self_index, weights, validate=self.validate, caller=self.name)
         for name, value in (("ref_labels", ref_labels), ("ignore_label", self.ignore_label)):
             if value is not None:
-                raise ValueError(f"{self.name}: {name} goes with labels [Q], not with {type(relevance).__name__}: omit it")
+                raise ValueError(f"{self.name}: {name} goes with labels [Q], not with {type(given).__name__}: omit it")
         candidates = None if ref_emb is None else len(ref_emb)
-        return relevance.of_batch(len(embeddings), candidates, self_index, rank_self=self.rank_self, caller=self.name)
+        return given.of_batch(len(embeddings), candidates, self_index, rank_self=self.rank_self, caller=self.name)
 
     def relevance(self, labels: Tensor, ref_labels: Tensor | None = None, self_index: Tensor | None = None) -> Labels:
         """Who is relevant to whom by labels, with the settings of this loss."""

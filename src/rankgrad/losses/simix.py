@@ -10,7 +10,8 @@ from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.recall import RecallAtK, RecallAtKLoss
 from rankgrad.ops.compiled import CompilableLoss
 from rankgrad.ops.functional import Mixture
-from rankgrad.ops.relevance import Labels, Relevance
+from rankgrad.ops.levels import Levels
+from rankgrad.ops.relevance import Labels, Relevance, RelevanceInput, labels_or_relevance
 
 PAPER_KS = (1, 2, 4, 8, 16)
 PAPER_KS_WITH_SIMIX = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
@@ -49,38 +50,57 @@ class SiMix(CompilableLoss):
         """See `RankLoss.clear_graphs`."""
         self.loss.clear_graphs()
 
-    def forward(self, embeddings: Tensor, labels: Tensor | Relevance, *, weights: Tensor | None = None) -> Tensor:
-        """Loss of embeddings [N, d] with labels [N]; a virtual example has the weight alpha w_x + (1 - alpha) w_z."""
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | Relevance | None = None,
+        *,
+        relevance: Relevance | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Loss of embeddings [N, d] with labels [N], or with `Levels`, whose finest classes are mixed.
+
+        A virtual example has the weight alpha w_x + (1 - alpha) w_z.
+        """
         if torch.compiler.is_compiling():
-            others, one_value = {"labels": labels, "weights": weights}, self.loss.reduction == "mean"
+            others = {"labels": labels, "relevance": relevance, "weights": weights}
+            one_value = self.loss.reduction == "mean"
             return self.compiled_call("forward", {"embeddings": embeddings}, others, one_value=one_value)
-        mixture, relevance = self._mixed(embeddings, labels, None)
+        mixture, mixed = self._mixed(embeddings, labels_or_relevance(labels, relevance, "SiMix"), None)
         mixed_weights = self._mixed_weights(weights, mixture, len(embeddings))
-        return self.loss.of_embeddings(embeddings, None, relevance, mixture=mixture, weights=mixed_weights)
+        return self.loss.of_embeddings(embeddings, None, mixed, mixture=mixture, weights=mixed_weights)
 
     def shard_loss(
-        self, embeddings: Tensor, labels: Tensor, rows: slice, alpha: Tensor, *, weights: Tensor | None = None
+        self,
+        embeddings: Tensor,
+        labels: Tensor | Relevance,
+        rows: slice,
+        alpha: Tensor,
+        *,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """What a shard of the queries contributes to the loss of a batch, the same share as `rows` is of the originals.
 
         The shards of a batch sum up to its loss if all have the `alpha` of one `draw`.
         """
         mixture, relevance = self._mixed(embeddings, labels, alpha)
-        shard = slice(*(edge * relevance.num_queries // len(labels) for edge in (rows.start, rows.stop)))
+        shard = slice(*(edge * relevance.num_queries // len(embeddings) for edge in (rows.start, rows.stop)))
         mixed_weights = self._mixed_weights(weights, mixture, len(embeddings))
         return self.loss.of_embeddings(embeddings, None, relevance, mixture=mixture, weights=mixed_weights, shard=shard)
 
-    def draw(self, labels: Tensor, like: Tensor) -> Tensor:
+    def draw(self, labels: Tensor | Relevance, like: Tensor) -> Tensor:
         """The alpha of every virtual example of a batch, in the precision of scores of `like`, on its device."""
-        return self._draw(len(same_class_pairs(self.loss.relevance(labels).labels)[0]), like)
+        return self._draw(len(same_class_pairs(self._classes(labels))[0]), like)
 
-    @staticmethod
-    def class_labels(labels: Tensor | Relevance) -> Tensor:
-        """The labels, if they are classes."""
+    def _classes(self, labels: Tensor | Relevance) -> Tensor:
+        """[N] classes whose items are mixed."""
+        if isinstance(labels, Levels):
+            classes: Tensor = torch.unique(labels.labels, dim=0, return_inverse=True)[1]
+            return classes
         if isinstance(labels, Relevance):
             came = type(labels).__name__
             raise TypeError(f"SiMix: virtual examples lie between items of one class, so labels must be classes, got {came}")
-        return labels
+        return self.loss.relevance(labels).labels
 
     def _draw(self, pairs: int, like: Tensor) -> Tensor:
         device = like.device if self.generator is None else self.generator.device
@@ -95,22 +115,27 @@ class SiMix(CompilableLoss):
         weights = weights.to(alpha)
         return torch.lerp(weights[second], weights[first], alpha)
 
-    def _mixed(self, embeddings: Tensor, labels: Tensor | Relevance, alpha: Tensor | None) -> tuple[Mixture, Labels]:
+    def _mixed(self, embeddings: Tensor, labels: Tensor | Relevance, alpha: Tensor | None) -> tuple[Mixture, RelevanceInput]:
         """How originals and virtual examples are mixed from the originals, and the labels of both."""
         check_embeddings(embeddings, name="embeddings", caller="SiMix")
-        labels = self.class_labels(labels)
-        check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller="SiMix")
-        labels = self.loss.relevance(labels).labels
-        first, second = (pair.to(embeddings.device) for pair in same_class_pairs(labels))
+        if isinstance(labels, Levels):
+            labels.of_batch(len(embeddings), None, caller="SiMix")
+        elif not isinstance(labels, Relevance):
+            check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller="SiMix")
+        classes = self._classes(labels)
+        first, second = (pair.to(embeddings.device) for pair in same_class_pairs(classes))
         alpha = self._draw(len(first), embeddings) if alpha is None else alpha
-        alone = torch.arange(len(labels), device=embeddings.device)
+        alone = torch.arange(len(embeddings), device=embeddings.device)
         mixture = (
             torch.cat((alone, first)),
             torch.cat((alone, second)),
             torch.cat((torch.ones_like(alone, dtype=alpha.dtype), alpha)),
         )
-        mixed_labels = torch.cat((labels, labels[first.to(labels.device)]))
-        return mixture, Labels(mixed_labels, rank_self=self.loss.rank_self)
+        of_all, rank_self = mixture[0].to(classes.device), self.loss.rank_self
+        if isinstance(labels, Levels):
+            levels = Levels(labels.labels[of_all], gains=labels.gains)
+            return mixture, levels.of_batch(len(of_all), None, rank_self=rank_self, caller="SiMix")
+        return mixture, Labels(classes[of_all], rank_self=rank_self)
 
 
 def same_class_pairs(labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rankgrad._checks import check_embeddings, check_labels
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.ops.compiled import CompilableLoss
 from rankgrad.ops.functional import two_way_losses
@@ -44,8 +45,13 @@ class TwoWayLoss(CompilableLoss):
             others = {"ids": ids, "second_ids": second_ids, "relevance": relevance}
             inputs: dict[str, Tensor | None] = {"first": first, "second": second}
             return self.compiled_call("forward", inputs, others, one_value=loss.reduction == "mean")
+        if (ids is None) == (relevance is None):
+            raise TypeError(f"both_ways: give either ids or relevance, got {'neither' if ids is None else 'both'}")
         if relevance is None:
             second_ids = ids if second_ids is None else second_ids
+            for name, given_ids, of, items in (("ids", ids, "first", first), ("second_ids", second_ids, "second", second)):
+                check_embeddings(items, name=of, caller="both_ways")
+                check_labels(given_ids, items=len(items), of=of, name=name, caller="both_ways")
         given = loss.checked_relevance(first, ids, second, second_ids, None, None, relevance)
         scale = loss.temperature.score_scale(loss.ranker)
         output = two_way_losses(first, second, given, loss.config, score_scale=scale, caller=loss.name)

@@ -2,8 +2,8 @@
 
 A loss sorts, reads sizes and launches kernels of its own, which a compiler cannot trace. The operator `rankgrad::loss` is a
 black box to it: at run time it calls the loss as ever and returns its value together with the gradients of its inputs, which
-the backward pass multiplies by what arrives. No work is done twice. Where a loss has more than one value, or something else
-than tensors is passed to it, the graph breaks once around the call.
+the backward pass multiplies by what arrives. No work is done twice. `Pairs` and `Levels` are passed as their tensors and made
+again inside. Where a loss has more than one value, the graph breaks once around the call.
 """
 
 import itertools
@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankgrad.ops.levels import Levels
+from rankgrad.ops.pairs import Pairs
+
+_KINDS: dict[str, type[Pairs | Levels]] = {"Pairs": Pairs, "Levels": Levels}
 _losses: "weakref.WeakValueDictionary[int, CompilableLoss]" = weakref.WeakValueDictionary()
 _handles = itertools.count()
 
@@ -39,14 +43,45 @@ class CompilableLoss(nn.Module):
         given = {name: value for name, value in inputs.items() if value is not None}
         rest = {name: value for name, value in others.items() if value is not None}
         value: Tensor
-        if not one_value or not all(isinstance(each, Tensor) for each in (*given.values(), *rest.values())):
+        if not one_value or not all(isinstance(each, (Tensor, Pairs, Levels)) for each in (*given.values(), *rest.values())):
             value = torch.compiler.disable(getattr(self, method))(**given, **rest)
             return value
+        rest = _flat(rest)
         tensors = [*given.values(), *self.parameters()]
         wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         names = f"{method}:{','.join(given)}:{','.join(rest)}"
         value = torch.ops.rankgrad.loss(tensors, list(rest.values()), names, self._handle, wants_gradient)[0]
         return value
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Tensor]:
+    """`Pairs` and `Levels` as their tensors, named argument.kind.field."""
+    flat: dict[str, Tensor] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            flat[name] = value
+            continue
+        kind, fields = ("Pairs", ("query", "item", "gain"))
+        if isinstance(value, Levels):
+            kind, fields = "Levels", ("labels", "ref_labels", "gains")
+        for field in fields:
+            part = getattr(value, field)
+            if part is not None:
+                flat[f"{name}.{kind}.{field}"] = part if isinstance(part, Tensor) else torch.tensor(part, dtype=torch.float64)
+    return flat
+
+
+def _made_again(flat: dict[str, Tensor]) -> dict[str, Any]:
+    """What `_flat` took apart."""
+    values: dict[str, Any] = {}
+    parts: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for name, tensor in flat.items():
+        if "." in name:
+            argument, kind, field = name.split(".")
+            parts.setdefault((argument, kind), {})[field] = tensor
+        else:
+            values[name] = tensor
+    return values | {argument: _KINDS[kind](**fields) for (argument, kind), fields in parts.items()}
 
 
 @torch.library.custom_op("rankgrad::loss", mutates_args=())
@@ -62,7 +97,7 @@ def _loss(inputs: list[Tensor], others: list[Tensor], names: str, handle: int, w
         leaves = [_leaf(tensor, wants_gradient) for tensor in inputs[: len(arguments)]]
         others = [_leaf(tensor, False) for tensor in others]
         keywords = dict(zip([*arguments, *filter(None, rest.split(","))], [*leaves, *others], strict=True))
-        value = getattr(loss, method)(**keywords)
+        value = getattr(loss, method)(**_made_again(keywords))
         gradients = _gradients(value, [*leaves, *loss.parameters()]) if wants_gradient else ()
     return [value.detach().to(_value_dtype(inputs)), *gradients]
 

@@ -8,17 +8,18 @@ Candidates of the query's coarsest class are relevant, so the engine sees classe
 Dimension letters:  Q queries   C candidates   L levels   P positives, padded
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from rankgrad._checks import check_positive, check_tensor, shape_of
+from rankgrad._checks import GAINS, as_tensor, shape_of
 from rankgrad.ops.relevance import IntervalRelevance, Labels, TileRelevance, level_gains
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, init=False)
 class Levels:
     """Labels at L levels, coarse to fine: super-category, class, instance.
 
@@ -30,35 +31,37 @@ class Levels:
     the query is relevant; its gain is that of the deepest level they share.
 
     Args:
-        labels: [Q, L] integers.
+        labels: [Q, L] integers; a tensor, an array or nested lists, like `ref_labels`.
         ref_labels: [C, L] integers of the references.
         gains: one for each level, above 0 and not falling; by default 1/L, 2/L, ..., 1.
     """
 
     labels: Tensor
     ref_labels: Tensor | None = None
-    gains: Sequence[float] | None = None
+    gains: tuple[float, ...] | None = None
 
-    def __post_init__(self) -> None:
-        for name, labels in (("labels", self.labels), ("ref_labels", self.ref_labels)):
-            if name == "ref_labels" and labels is None:
+    def __init__(
+        self, labels: Tensor | ArrayLike, ref_labels: Tensor | ArrayLike | None = None, gains: Tensor | ArrayLike | None = None
+    ) -> None:
+        checked: dict[str, Tensor] = {}
+        for name, given in (("labels", labels), ("ref_labels", ref_labels)):
+            if name == "ref_labels" and given is None:
                 continue
-            check_tensor(labels, name=name, caller="Levels")
-            assert labels is not None
-            if labels.ndim != 2 or not labels.shape[1] or labels.is_floating_point() or labels.dtype == torch.bool:
-                came = f"{labels.dtype} of shape {shape_of(labels)}"
+            each = as_tensor(given, name=name, caller="Levels")  # type: ignore[arg-type]
+            if each.ndim != 2 or not each.shape[1] or each.is_floating_point() or each.is_complex() or each.dtype == torch.bool:
+                came = f"{each.dtype} of shape {shape_of(each)}"
                 raise ValueError(f"Levels: {name} must be integers of shape (items, levels), got {came}")
-            if labels.shape[1] != self.labels.shape[1]:
-                wanted, got = self.labels.shape[1], labels.shape[1]
-                raise ValueError(f"Levels: ref_labels must have the {wanted} levels of labels, got {got}")
-        if self.gains is not None:
-            levels = self.labels.shape[1]
-            if len(self.gains) != levels:
-                raise ValueError(f"Levels: gains must be one for each of {levels} levels, got {len(self.gains)}")
-            for gain in self.gains:
-                check_positive(gain, name="every gain", caller="Levels")
-            if list(self.gains) != sorted(self.gains):
-                raise ValueError(f"Levels: gains must not fall from coarse to fine, got {list(self.gains)}")
+            checked[name] = each
+        levels, *of_refs = (each.shape[1] for each in checked.values())
+        if of_refs and of_refs[0] != levels:
+            raise ValueError(f"Levels: ref_labels must have the {levels} levels of labels, got {of_refs[0]}")
+        object.__setattr__(self, "labels", checked["labels"])
+        object.__setattr__(self, "ref_labels", checked.get("ref_labels"))
+        object.__setattr__(self, "gains", None if gains is None else _checked_gains(gains, levels))
+
+    def to(self, device: torch.device | str) -> "Levels":
+        """The same levels on a device; a loss moves them by itself."""
+        return Levels(self.labels.to(device), None if self.ref_labels is None else self.ref_labels.to(device), self.gains)
 
     @property
     def table(self) -> Tensor:
@@ -69,7 +72,7 @@ class Levels:
 
     def gathered(self, gather: Callable[[Tensor], Tensor]) -> "Levels":
         """The labels of the batch that several processes hold together."""
-        return replace(self, labels=gather(self.labels.long()))
+        return Levels(gather(self.labels.long()), self.ref_labels, self.gains)
 
     def item_rows(self, items: int) -> Tensor:
         """The labels."""
@@ -77,20 +80,35 @@ class Levels:
 
     def with_references(self, rows: Tensor) -> "Levels":
         """Of the same queries against references with these labels."""
-        return replace(self, ref_labels=rows)
+        return Levels(self.labels, rows, self.gains)
 
     def of_batch(
         self, queries: int, candidates: int | None, self_index: Tensor | None = None, *, rank_self: bool = False, caller: str
     ) -> "LevelLists":
         """Relevance of a batch of `queries` ranked against itself (`candidates` None) or against so many references."""
         for name, labels, items in (("labels", self.labels, queries), ("ref_labels", self.ref_labels, candidates)):
-            came = None if labels is None else len(labels)
-            if came != items:
-                raise ValueError(
-                    f"{caller}: relevance: {name} of Levels must be one row for each of the {items or 'no'} embeddings they "
-                    f"belong to, got {'none' if came is None else came}"
-                )
+            if labels is not None and items is None:
+                raise ValueError(f"{caller}: relevance: ref_labels of Levels go with ref_emb, and there is none")
+            if items is not None and (labels is None or len(labels) != items):
+                of, came = "embeddings" if name == "labels" else "ref_emb", "none" if labels is None else len(labels)
+                wanted = f"one row for each of the {items} {of}"
+                raise ValueError(f"{caller}: relevance: {name} of Levels must be {wanted}, got {came}")
         return LevelLists(self.labels, self.ref_labels, self_index, self.table, rank_self)
+
+
+def _checked_gains(gains: Tensor | ArrayLike, levels: int) -> tuple[float, ...]:
+    each = as_tensor(gains, name="gains", caller="Levels")
+    if each.shape != (levels,):
+        came = f"shape {shape_of(each)}" if each.ndim != 1 else len(each)
+        raise ValueError(f"Levels: gains must be one for each of {levels} levels, got {came}")
+    found = tuple(float(gain) for gain in each.tolist())
+    for gain in found:
+        if not GAINS[0] <= gain <= GAINS[1]:
+            hint = "; leave a level without gain out of labels" if gain == 0 else ""
+            raise ValueError(f"Levels: every gain must be between {GAINS[0]:g} and {GAINS[1]:g}, got {gain!r}{hint}")
+    if found != tuple(sorted(found)):
+        raise ValueError(f"Levels: gains must not fall from coarse to fine, got {list(found)}")
+    return found
 
 
 @dataclass(frozen=True)

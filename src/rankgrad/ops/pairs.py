@@ -13,17 +13,19 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from rankgrad._checks import check_choice, check_labels, check_tensor, shape_of
+from rankgrad._checks import GAINS, as_tensor, check_choice, check_labels, shape_of
 from rankgrad.ops.relevance import TileRelevance, block_extents, inverse_order, moved_to
 
-LabelSets = Tensor | Sequence[Iterable[Hashable]]
+LabelSets = Tensor | NDArray[np.bool_] | Sequence[Iterable[Hashable]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, init=False)
 class Pairs:
     """Relevant pairs: candidate `item[n]` is relevant to query `query[n]` with gain `gain[n]`; no other candidate is.
 
@@ -36,7 +38,7 @@ class Pairs:
     gains that are negative or not finite raise; to find out synchronises with the device of the pairs.
 
     Args:
-        query: [E] integers, rows of the queries.
+        query: [E] integers, rows of the queries; a tensor, an array or a list, like the others.
         item: [E] integers, rows of the candidates.
         gain: [E] graded relevance for objectives such as `NDCG`, 1 by default. A pair of gain 0 is not relevant.
     """
@@ -45,15 +47,23 @@ class Pairs:
     item: Tensor
     gain: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        check_tensor(self.query, name="query", caller="Pairs")
-        check_labels(self.query, items=self.query.numel(), of="the list", name="query", caller="Pairs")
-        check_labels(self.item, items=len(self.query), of="query", name="item", caller="Pairs")
-        if self.gain is not None:
-            check_tensor(self.gain, name="gain", caller="Pairs")
-            if self.gain.shape != self.query.shape or self.gain.dtype == torch.bool or self.gain.is_complex():
-                wanted, came = shape_of(self.query), f"{self.gain.dtype} of shape {shape_of(self.gain)}"
-                raise ValueError(f"Pairs: gain must be one number per pair, shape {wanted}, got {came}")
+    def __init__(self, query: Tensor | ArrayLike, item: Tensor | ArrayLike, gain: Tensor | ArrayLike | None = None) -> None:
+        query, item = as_tensor(query, name="query", caller="Pairs"), as_tensor(item, name="item", caller="Pairs")
+        if query.ndim != 1:
+            raise ValueError(f"Pairs: query must be [pairs], got shape {shape_of(query)}")
+        check_labels(query, items=len(query), of="the list", name="query", caller="Pairs")
+        check_labels(item, items=len(query), of="query", name="item", caller="Pairs")
+        if gain is not None:
+            gain = as_tensor(gain, name="gain", caller="Pairs")
+            if gain.shape != query.shape or gain.dtype == torch.bool or gain.is_complex():
+                came = f"{gain.dtype} of shape {shape_of(gain)}"
+                raise ValueError(f"Pairs: gain must be one number per pair, shape {shape_of(query)}, got {came}")
+        for name, tensor in (("query", query), ("item", item), ("gain", gain)):
+            object.__setattr__(self, name, tensor)
+
+    def to(self, device: torch.device | str) -> "Pairs":
+        """The same pairs on a device; a loss moves pairs by itself."""
+        return Pairs(*(None if t is None else t.to(device) for t in (self.query, self.item, self.gain)))  # type: ignore[arg-type]
 
     @classmethod
     def from_multilabel(
@@ -67,7 +77,7 @@ class Pairs:
         """Pairs of items that share at least one label.
 
         Args:
-            labels: [Q, L] bool, or the labels of each query as a list of sets.
+            labels: [Q, L] bool, tensor or array, or the labels of each query as a list of sets.
             ref_labels: [C, L] bool, or a list of sets for the candidates; without it the batch is ranked against itself.
             self_index: [Q] row of each query among the candidates, -1 where it is not among them.
             gain: None for 1, "overlap" for the number of shared labels, "jaccard" for its share of the labels of either.
@@ -139,9 +149,9 @@ Incidence = tuple[Tensor, Tensor]
 
 def _incidences(labels: LabelSets, ref_labels: LabelSets | None, caller: str) -> tuple[Incidence, Incidence]:
     """(row, label) of all labels of all queries and of all candidates; equal labels are equal numbers."""
-    given = [labels] if ref_labels is None else [labels, ref_labels]
+    given = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in (labels, ref_labels) if x is not None]
     found: list[Any] = []
-    if isinstance(labels, Tensor) and isinstance(given[-1], Tensor):
+    if isinstance(given[0], Tensor) and isinstance(given[-1], Tensor):
         for name, each in zip(("labels", "ref_labels"), given, strict=False):
             assert isinstance(each, Tensor)
             if each.dtype != torch.bool or each.ndim != 2:
@@ -150,12 +160,14 @@ def _incidences(labels: LabelSets, ref_labels: LabelSets | None, caller: str) ->
         widths = {each.shape[1] for each in given if isinstance(each, Tensor)}
         if len(widths) > 1:
             raise ValueError(f"{caller}: labels and ref_labels must have as many columns, got {' and '.join(map(str, widths))}")
-        found = [each.to(labels.device).nonzero().unbind(dim=1) for each in given if isinstance(each, Tensor)]
+        found = [each.to(given[0].device).nonzero().unbind(dim=1) for each in given if isinstance(each, Tensor)]
     else:
         number: dict[Hashable, int] = {}
         for each in given:
             if isinstance(each, Tensor):
                 raise TypeError(f"{caller}: labels and ref_labels must both be tensors or both lists of sets of labels")
+            if any(isinstance(item, str) or not isinstance(item, Iterable) for item in each):
+                raise TypeError(f"{caller}: labels must be a set of labels for each item, got {each[0]!r}")
             pairs = [(row, number.setdefault(label, len(number))) for row, item in enumerate(each) for label in set(item)]
             row, label = torch.tensor(pairs, dtype=torch.long).view(-1, 2).t().contiguous()
             found.append((row, label))
@@ -180,7 +192,7 @@ def _check_pairs(
     nothing = torch.zeros_like(out_of_range)
     twice = torch.cat((nothing[:1], key[1:] == key[:-1]))
     alone = nothing if itself is None else item == itself[query.clamp(0, queries - 1)]
-    bad_gain = nothing if gain is None else ~(torch.isfinite(gain) & (gain >= 0))
+    bad_gain = nothing if gain is None else (gain != 0) & ~((gain.double() >= GAINS[0]) & (gain.double() <= GAINS[1]))
     found = torch.stack((out_of_range, item_out_of_range, twice, alone, bad_gain))
     any_wrong, first = found.any(dim=1), found.long().argmax(dim=1)
     wrong, at = torch.stack((any_wrong.long(), first)).tolist()
@@ -188,6 +200,7 @@ def _check_pairs(
         return
     kind = wrong.index(1)
     q, i = int(query[at[kind]]), int(item[at[kind]])
+    came = None if gain is None else gain[at[kind]].item()
     raise ValueError(
         f"{caller}: relevance: "
         + (
@@ -195,7 +208,7 @@ def _check_pairs(
             f"item must be a row of the {candidates} candidates, 0 to {candidates - 1}, got {i} for query {q}",
             f"each pair must be given once, got query {q} with item {i} more than once",
             f"a query must not be relevant to itself, got query {q} with item {i}; remove such pairs",
-            f"gain must be finite and at least 0, got {0 if gain is None else gain[at[kind]].item()} for query {q}, item {i}",
+            f"gain must be 0 or between {GAINS[0]:g} and {GAINS[1]:g}, got {came} for query {q}, item {i}",
         )[kind]
     )
 

@@ -140,6 +140,20 @@ class Relevance(Protocol):
         ...
 
 
+def labels_or_relevance(labels: Tensor | Relevance | None, relevance: Relevance | None, caller: str) -> Tensor | Relevance:
+    """The one of both that was given; `labels` may hold either."""
+    if labels is not None and relevance is None:
+        return labels
+    if labels is not None or relevance is None:
+        raise TypeError(f"{caller}: give either labels or relevance, got {'neither' if labels is None else 'both'}")
+    if not isinstance(relevance, Relevance):
+        raise TypeError(
+            f"{caller}: relevance must be Pairs or Levels, got {type(relevance).__name__}; a matrix of relevance becomes "
+            "Pairs(*matrix.nonzero(as_tuple=True))"
+        )
+    return relevance
+
+
 class EngineRelevance(Protocol):
     """Relevance of the queries and candidates of a batch, both in an order of its own choice."""
 

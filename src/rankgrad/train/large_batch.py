@@ -98,15 +98,20 @@ class LargeBatch:
         self._budget = ActivationBudget(keep)
         self._graphs: GraphedModel | None = None
 
-    def __call__(self, images: Any, labels: Any, *, scale: Scale = 1.0) -> Tensor:
+    def __call__(self, images: Any, labels: Any = None, *, relevance: Any = None, scale: Scale = 1.0) -> Tensor:
         """Adds the gradients of the batch to `.grad` and returns the loss, detached and unscaled.
 
         Args:
             images: a tensor, or nested lists, tuples and dicts of tensors, with one row per item. They are moved to the model's
                 device chunk by chunk, so the batch itself may stay on the CPU.
-            labels: one per item, or what else the loss takes in their place, such as `Pairs` of rows of the batch.
+            labels: one per item, or what else the loss takes in their place.
+            relevance: in place of labels, `Pairs` of rows of the batch or `Levels`.
             scale: factor of the loss in the backward pass, or a function such as `GradScaler.scale`.
         """
+        if (labels is None) == (relevance is None):
+            came = "neither" if labels is None else "both"
+            raise TypeError(f"LargeBatch: give either labels or relevance, got {came}")
+        labels = relevance if labels is None else labels
         cuts = self._cuts(images, labels)
         if len(cuts) > 1:
             check_no_live_batch_norm(self.model)
