@@ -54,6 +54,7 @@ def parser() -> Parser:
         ({"schedule": "step", "milestones": (3, 2)}, "`milestones` must ascend, got 3, 2"),
         ({"whiten": True, "dim": 0}, "`whiten` initialises the linear layer"),
         ({"stored_side": 100}, r"`stored_side` must be at least `size` \(224\), got 100"),
+        ({"train_side": 100}, r"`train_side` must be at least `size` \(224\), got 100"),
         ({"warmup": 1.0, "warmup_steps": 5}, "give the warm-up in steps or in epochs"),
         ({"l2_pooled": True}, "mine: .*layer_norm.*l2_pooled"),
         ({"dim": 10**9}, "`dim` must be between 0 and 65,536, got 1000000000"),

@@ -65,6 +65,24 @@ def test_a_resumed_run_ends_like_one_that_was_never_stopped(tree, tmp_path):
     assert last_weights(tmp_path / "other") != last_weights(tmp_path / "whole")
 
 
+def test_training_images_may_be_stored_larger_than_those_that_are_tested():
+    recipe = replace(find("glyphs-recall-at-k"), classes=12, batch_size=48, size=24, stored_side=28)
+    recipe = replace(recipe, crop="center", flip=False)
+    small, large = (task_for(replace(recipe, train_side=side)) for side in (0, 56))
+    assert {int(side) for side in large.data.split(large.recipe, "train").images.shapes.flatten()} == {56}
+    assert {int(side) for side in large.data.split(large.recipe, "test").images.shapes.flatten()} == {28}
+    seen = []
+    for task in (small, large):
+        _, indices, images, _ = next(task.make_batches().iterate(0))
+        assert images.shape[2:] == (24, 24)
+        seen.append((indices, images.float()))
+    assert torch.equal(seen[0][0], seen[1][0])
+    # the same part of every image: resizing once or twice changes pixels, another crop would change all of them
+    assert not torch.equal(seen[0][1], seen[1][1])
+    correlation = torch.corrcoef(torch.stack([images.flatten() for _, images in seen]))[0, 1]
+    assert correlation > 0.95
+
+
 def test_a_folder_in_use_is_refused_and_a_changed_run_is_not_resumed(tree, tmp_path, capsys):
     out = tmp_path / "run"
     command = ("sop-fastap-r50-m96", "--data", tree("sop"), "--debug", "--out", out)

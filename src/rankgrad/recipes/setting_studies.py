@@ -1,34 +1,52 @@
-"""What the settings of RS@k's and RaMBO's recipes do, on Cars196: short runs, each with one setting changed."""
+"""The published recipes of RS@k and RaMBO on Cars196: whole runs, and short ones, each with one setting changed."""
 
 from dataclasses import replace
 from typing import Any
 
+from rankgrad.recipes.loss_studies import CARS
 from rankgrad.recipes.rambo import OF_DATA
 from rankgrad.recipes.recall_at_k import SIMIX_KS, resnet
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.study import Study, Variation
 
 METRICS = ("R@1", "R@2", "R@4", "R@8", "mAP@R")
-# a fifth of the 170 epochs, and of the epochs at which the rate falls
-RECALL_AT_K = replace(
+SIMIX: dict[str, Any] = {"simix": True, "ks": SIMIX_KS}
+# whole batches fit on one GPU, and weights of the first form of the network are those that are at hand
+PUBLISHED = replace(
     resnet("cars"),
-    name="cars-recall-at-k-short",
+    name="cars-published",
     trunk="resnet50-v1",
-    epochs=34,
-    milestones=(16, 28),
     precision="bf16",
     chunk_size=0,
-    evaluate_every=6,
+    evaluate_every=10,
     log_every=50,
 )
+PUBLISHED_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("cars-recall-at-k-simix", SIMIX),
+    ("cars-recall-at-k", {}),
+)
+# a fifth of the 170 epochs, and of the epochs at which the rate falls
+RECALL_AT_K = replace(PUBLISHED, name="cars-recall-at-k-short", epochs=34, milestones=(16, 28), evaluate_every=6)
 # what the published code does otherwise, and what smaller images may need; in the order of likelihood
 RECALL_AT_K_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as the recipe is", {}),
-    ("query in its own list", {"query_in_database": True}),
+    ("SiMix", SIMIX),
     ("crops of at least 0.2 of the area", {"crop_scale": 0.2}),
-    ("SiMix", {"simix": True, "ks": SIMIX_KS}),
-    ("SiMix, query in its own list", {"simix": True, "ks": SIMIX_KS, "query_in_database": True}),
+    ("query in its own list", {"query_in_database": True}),
     ("lr 3e-4", {"lr": 3e-4}),
+    ("SiMix, query in its own list", {**SIMIX, "query_in_database": True}),
+    ("crops of at least 0.4 of the area", {"crop_scale": 0.4}),
+    ("embedding layer x 5", {"head_lr": 5.0}),
+)
+# how sharp the crops are that a network trains on: the published code crops the files, and this copy's images are small
+IMAGES = replace(CARS, name="cars-images", lr=8e-5)
+IMAGES_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("160 of 183 pixels", {}),
+    ("160 of 256 pixels", {"train_side": 256}),
+    ("112 of 128 pixels", {"size": 112}),
+    ("112 of 256 pixels", {"size": 112, "train_side": 256}),
+    ("112 of 128 pixels, crops of at least 0.08", {"size": 112, "crop_scale": 0.08}),
+    ("112 of 256 pixels, crops of at least 0.08", {"size": 112, "train_side": 256, "crop_scale": 0.08}),
 )
 
 # the recipe of CUB on Cars196 with a small network, 20 of its 80 epochs
@@ -69,6 +87,8 @@ def _settings(name: str, base: RetrievalRecipe, lines: tuple[tuple[str, dict[str
 
 
 STUDIES = {
+    "cars-published": _settings("cars-published", PUBLISHED, PUBLISHED_LINES),
+    "cars-images": _settings("cars-images", IMAGES, IMAGES_LINES),
     "cars-recall-at-k": _settings("cars-recall-at-k", RECALL_AT_K, RECALL_AT_K_LINES),
     "cars-rambo": _settings("cars-rambo", RAMBO, RAMBO_LINES),
 }

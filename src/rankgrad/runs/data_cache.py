@@ -124,28 +124,26 @@ class DataCache:
             recipe.skip_bad,
             recipe.classes,
             recipe.images_per_class,
-            recipe.stored,
+            recipe.side_of(split),
             recipe.aspect,
             recipe.size if recipe.decode == "always" else 0,
         )
         if key not in self._splits:
-            self._splits[key] = self._open(recipe, self.table(recipe, split, name))
+            self._splits[key] = self._open(recipe, self.table(recipe, split, name), recipe.side_of(split))
         return self._splits[key]
 
-    def _open(self, recipe: RetrievalRecipe, table: Table) -> Split:
+    def _open(self, recipe: RetrievalRecipe, table: Table, side: int) -> Split:
         if table.texts is not None:
             return Split(TokenizedTexts(table.texts, TextTokenizer(recipe.trunk, recipe.max_length)), table)
         square = recipe.aspect == "square"
         if recipe.decode == "always":
-            return Split(
-                OnDemandImages(table, recipe.size, side=recipe.stored, square=square, workers=self.context.workers), table
-            )
+            return Split(OnDemandImages(table, recipe.size, side=side, square=square, workers=self.context.workers), table)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             images, table = self.context.processes.on_first_then_others(
                 lambda: open_images(
                     table,
-                    side=recipe.stored,
+                    side=side,
                     cache=self.context.cache,
                     square=square,
                     skip_bad=recipe.skip_bad,

@@ -108,7 +108,7 @@ def _batch(task: RetrievalTask, images: int) -> tuple[Any, Tensor]:
     """The first images of the recipe's first batch, a few of each class, all of them on every process."""
     small = task.recipe
     if not small.is_text:
-        small = replace(small, size=min(small.size, LARGEST_SIDE), stored_side=0)
+        small = replace(small, size=min(small.size, LARGEST_SIDE), stored_side=0, train_side=0)
     alone = RetrievalTask(small, replace(task.context, processes=ALONE), task.data)
     split, _ = task.data.training(small)
     rows = _few_of_each(next(iter(alone.make_batches().sampler)), split, images)

@@ -61,6 +61,14 @@ class RetrievalRecipe(Recipe):
     stored_side: int = setting(
         0, "side at which decoded images are stored; 0: size x 256 / 224", group="images", least=0, most=4096
     )
+    train_side: int = setting(
+        0,
+        "side at which training images are stored; 0: as all others. A larger one keeps random crops sharp, as if they were "
+        "cropped from the files",
+        group="images",
+        least=0,
+        most=4096,
+    )
     decode: Literal["once", "always"] = setting(
         "once",
         "'once': decode all images first and cache them; 'always': decode on every use, for sets too large to cache",
@@ -217,6 +225,7 @@ class RetrievalRecipe(Recipe):
 
     before_setting: ClassVar[Mapping[str, Any]] = {
         "split_seed": "alphabetical",
+        "train_side": 0,
         "tau_end": 0.0,
         "learn_tau": False,
         "proxy_weight": 0.0,
@@ -251,8 +260,9 @@ class RetrievalRecipe(Recipe):
             raise ValueError("`simix` and `memory` exclude each other: use `memory=0` or `simix=False`")
         if self.whiten and not self.dim:
             raise ValueError("`whiten` initialises the linear layer, and `dim=0` has none")
-        if self.stored_side and self.stored_side < self.size:
-            raise ValueError(f"`stored_side` must be at least `size` ({self.size}), got {self.stored_side}")
+        for name in ("stored_side", "train_side"):
+            if 0 < getattr(self, name) < self.size:
+                raise ValueError(f"`{name}` must be at least `size` ({self.size}), got {getattr(self, name)}")
         if self.skip_bad and self.decode == "always":
             raise ValueError("`skip_bad` needs `decode='once'`: only then are bad images known before training")
         if len(self.pair_columns) != 2:
@@ -342,6 +352,10 @@ class RetrievalRecipe(Recipe):
         """Side of the decoded images."""
         return self.stored_side or round(self.size * 256 / 224)
 
+    def side_of(self, split: str) -> int:
+        """Side of the decoded images of a split."""
+        return self.train_side if self.train_side and split == "train" else self.stored
+
     def _replaced_by(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         replaced = super()._replaced_by(changes)
         # the warm-up is given in epochs or in steps
@@ -366,6 +380,7 @@ class RetrievalRecipe(Recipe):
         of_images: dict[str, Any] = {
             "size": 32,
             "stored_side": 36,
+            "train_side": 48 if self.train_side else 0,
             "trunk": "convnet",
             "weights": "none",
             "pool": "avg" if self.pool == "cls" else self.pool,
