@@ -13,6 +13,7 @@ from rankgrad.eval import evaluate, expected_memory
 from rankgrad.eval.embedding_blocks import to_unit_length
 
 KS = (1, 2, 5, 50)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the kernels run in the interpreter only where there is no GPU
 
 
 def wanted(embeddings, labels, ref_emb=None, ref_labels=None, own=None):
@@ -231,7 +232,7 @@ def test_norms_that_overflow_or_underflow_change_nothing(scale):
     # a power of two, so that scaling itself does not round
     factor = 2.0 ** round(np.log2(scale))
     assert_same(plain, evaluate(embeddings * factor, labels))
-    assert_same(plain, evaluate(embeddings * factor, labels, backend="triton"))
+    assert_same(plain, evaluate(embeddings * factor, labels, backend="triton", device=DEVICE))
 
 
 def test_ordinary_rows_are_normalised_to_the_same_bits_as_by_torch():
@@ -287,10 +288,12 @@ def test_labels_past_the_precision_of_floats():
 def test_fused_kernels_give_the_same_ranks(gallery, monkeypatch):
     embeddings, labels = exact_batch(140, dim=16, classes=40)
     more = (exact_batch(90, dim=16, classes=40, seed=7)) if gallery else ()
-    kernels, plain = (evaluate(embeddings, labels, *more, backend=backend, normalize=False) for backend in ("triton", "tiled"))
+    kernels, plain = (
+        evaluate(embeddings, labels, *more, backend=backend, normalize=False, device=DEVICE) for backend in ("triton", "tiled")
+    )
     assert_same(plain, kernels)
     monkeypatch.setattr("rankgrad.eval.rank_counts.MEMORY_LIMIT", 1)
-    assert_same(plain, evaluate(embeddings, labels, *more, backend="triton", normalize=False))
+    assert_same(plain, evaluate(embeddings, labels, *more, backend="triton", normalize=False, device=DEVICE))
 
 
 @pytest.mark.parametrize("options", [{}, {"memory_limit": 2**27}, {"neighbours": 3}, {"category_gain": 0.5}])

@@ -1,6 +1,7 @@
 """Losses inside torch.compile: one graph, the value and gradients of the eager call."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -41,7 +42,9 @@ def run(step, model, loss) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def fresh():
-    torch._dynamo.reset()
+    with warnings.catch_warnings():  # those of the compiler's own imports
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
@@ -126,6 +129,27 @@ def test_pairs_made_in_the_graph_and_both_ways():
 
     compiled = torch.compile(step, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(IMAGES, QUERY, ITEM), step(IMAGES, QUERY, ITEM))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels inside a compiled model need a GPU")
+@pytest.mark.filterwarnings("ignore")  # those of the compiler
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_model_on_a_gpu(backend):
+    images, labels = torch.randn(512, 7, device="cuda"), torch.arange(512, device="cuda") // 4
+    pairs = rg.Pairs(torch.arange(256), torch.arange(256, 512), torch.rand(256) + 0.1)
+    model, loss, graded = network().cuda(), rg.SmoothAPLoss(0.1), rg.ApproxNDCGLoss()
+
+    def step(images: Tensor) -> Tensor:
+        embeddings = model(images)
+        return loss(embeddings, labels) + graded(embeddings, relevance=pairs)
+
+    found = []
+    for each in (step, torch.compile(step, fullgraph=True, backend=backend)):
+        model.zero_grad()
+        value = each(images)
+        value.backward()
+        found.append((value.detach(), *(p.grad.clone() for p in model.parameters())))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler's own, where a graph breaks

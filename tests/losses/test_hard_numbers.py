@@ -6,6 +6,7 @@ from torch import Tensor
 
 import rankgrad
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the kernels run in the interpreter only where there is no GPU
 LOSSES = {
     "recall_at_k": rankgrad.RecallAtKLoss,
     "smooth_ap": rankgrad.SmoothAPLoss,
@@ -35,7 +36,7 @@ def test_nan_in_gives_nan_out_and_a_nan_gradient(name, backend, reduction):
     kernels_are_there(backend)
     x, labels = batch()
     x[3, 2] = torch.nan
-    x.requires_grad_()
+    x = x.to(DEVICE).requires_grad_()
     value = LOSSES[name](backend=backend, reduction=reduction)(x, labels)
     assert value.isnan().all()
     assert torch.autograd.grad(value.sum(), x)[0].isnan().any()
@@ -69,7 +70,7 @@ def test_large_finite_embeddings_are_normalised(name, backend, factor):
     x = x / x.abs().max()
     results = []
     for scale in (1.0, factor):
-        leaf = (x * scale).requires_grad_()
+        leaf = (x * scale).to(DEVICE).requires_grad_()
         value = LOSSES[name](backend=backend, precision="high")(leaf, labels)
         results.append((value.detach(), torch.autograd.grad(value, leaf)[0] * scale))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
@@ -95,7 +96,7 @@ def test_a_second_derivative_is_refused_and_create_graph_alone_is_not(name, back
     if backend == "reference" and not normalize:
         pytest.skip("plain autograd, which is right or refuses by itself")
     x, labels = batch()
-    x = (x / 4).requires_grad_()
+    x = (x / 4).to(DEVICE).requires_grad_()
     loss = LOSSES[name](backend=backend, normalize=normalize)
     (plain,) = torch.autograd.grad(loss(x, labels), x)
     (gradient,) = torch.autograd.grad(loss(x, labels), x, create_graph=True)

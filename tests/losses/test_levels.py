@@ -9,6 +9,7 @@ from torch import Tensor
 
 import rankgrad as rg
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the kernels run in the interpreter only where there is no GPU
 GAINS = (0.2, 0.5, 2.0)
 ITEM_RANKERS = [name for name in RANKERS if name != "histogram"]
 
@@ -103,7 +104,7 @@ def test_the_kernels_see_the_gains(ranker):
     labels[:, 0] += torch.arange(60) % 5 * 2
     found = []
     for backend in ("tiled", "triton"):
-        each = x.clone().requires_grad_()
+        each = x.to(DEVICE, copy=True).requires_grad_()
         loss = rg.RankLoss(ranker, rg.HierarchicalAveragePrecision(), backend=backend, precision="high")
         value = loss(each, relevance=rg.Levels(labels))
         value.backward()
