@@ -22,10 +22,11 @@ from benchmarks.csv_rows import append_csv
 from benchmarks.measure import provenance
 from benchmarks.text.intents import DATA
 from benchmarks.text.losses import LOSSES, MINI_BATCH
-from benchmarks.text.report import Row, chosen_settings, report
+from benchmarks.text.report import Row, chosen_settings, report, tried_rates
 from benchmarks.text.training import Place, Run, train_and_evaluate
 
 RATES = (3e-5, 1e-4, 3e-4)
+LOWER_RATES = (1e-5, 3e-6)  # where the lowest was the best
 BATCH = 512
 BATCHES = (64, 256, 1024, 4096)
 BY_BATCH = ("RecallAtKLoss", "SmoothAPLoss", "MultipleNegativesRankingLoss", "BatchHardSoftMarginTripletLoss")
@@ -40,12 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
         place = Place(options.data, options.model, options.device, options.max_length)
         with Runner(place, options.csv, options.workers, options.time_limit) as runner:
             runner.run(first_runs(options.texts, options.batch))
+            while runner.run(lower_runs(read(options.csv), options.texts, options.batch)):
+                pass
             if not runner.late:
                 runner.run(later_runs(read(options.csv), options.texts, options.batch, options.batches, options.seeds))
             if runner.late:
                 print(f"--time-limit {options.time_limit:g} is over: the same command continues")
     if options.report:
-        options.report.write_text(report(read(options.csv)) + "\n", encoding="utf-8")
+        options.report.write_text(report(read(options.csv), first_rate=RATES[0]) + "\n", encoding="utf-8")
     return 0
 
 
@@ -61,21 +64,33 @@ def first_runs(texts: int, batch: int) -> list[Run]:
     ]
 
 
-def later_runs(rows: Iterable[Row], texts: int, batch: int, batches: Sequence[int], seeds: int) -> list[Run]:
-    """Every loss with what was chosen for it, on both splits; cached forms; other batch sizes."""
-    chosen = chosen_settings(rows)
+def lower_runs(rows: Sequence[Row], texts: int, batch: int) -> list[Run]:
+    """The next lower rate for each loss whose chosen rate is the lowest that was tried with the chosen setting."""
     found = []
-    for (data, name), (setting, lr) in chosen.items():
+    for (data, name), (setting, lr) in chosen_settings(rows).items():
+        below = [rate for rate in LOWER_RATES if rate < lr]
+        if below and lr == min(tried_rates(rows, data, name, setting)):
+            found.append(Run("choice", data, "validation", name, setting, max(below), batch, 0, 0, texts))
+    return found
+
+
+def later_runs(rows: Sequence[Row], texts: int, batch: int, batches: Sequence[int], seeds: int) -> list[Run]:
+    """Every loss with what was chosen for it, on both splits; cached forms; other batch sizes at the best of `RATES`."""
+    found: dict[Run, None] = {}  # a set that keeps its order
+    for key, (setting, lr) in chosen_settings(rows).items():
+        data, name = key
         for seed in range(seeds):
             base = Run("loss", data, "disjoint", name, setting, lr, batch, 0, seed, texts)
-            found += [base, replace(base, split="published")]
+            found |= dict.fromkeys([base, replace(base, split="published")])
             if name in CACHED:
-                found.append(replace(base, stage="cached", mini_batch=batch // 4))
+                found[replace(base, stage="cached", mini_batch=batch // 4)] = None
             if name in BY_BATCH:
-                found += [_resized(base, size) for size in batches]
+                first_setting, first_lr = chosen_settings(rows, lowest=RATES[0])[key]
+                first = replace(base, setting=first_setting, lr=first_lr)
+                found |= dict.fromkeys([first, *(_resized(first, size) for size in batches)])
     # a study that is cut short has the most telling runs
-    order = [("loss", "disjoint"), ("batch", "disjoint"), ("loss", "published"), ("cached", "disjoint")]
-    return sorted(found, key=lambda run: (order.index((run.stage, run.split)), run.seed, run.data))
+    order = [("loss", "disjoint"), ("loss", "published"), ("cached", "disjoint"), ("batch", "disjoint")]
+    return sorted(found, key=lambda run: (order.index((run.stage, run.split)), run.seed, -run.batch, run.data))
 
 
 def _resized(base: Run, size: int) -> Run:
@@ -110,7 +125,8 @@ class Runner:
     def late(self) -> bool:
         return bool(self.time_limit) and time.monotonic() - self._started > self.time_limit
 
-    def run(self, runs: Iterable[Run]) -> None:
+    def run(self, runs: Iterable[Run]) -> int:
+        """The number of runs that were done."""
         known = {_key(row) for row in read(self.path)} if self.path.exists() else set()
         missing = [run for run in runs if _key(_text(run)) not in known]
         running: dict[Future[dict[str, object]], Run] = {}
@@ -124,6 +140,7 @@ class Runner:
                 append_csv(self.path, [_text(run) | found | self.origin])
                 done += 1
                 print(f"{done}/{total} {self._told(run)}: mAP {found['mAP']}, {found['seconds']} s", flush=True)
+        return done
 
     @staticmethod
     def _told(run: Run) -> str:

@@ -26,42 +26,56 @@ of {batch}, {steps} steps), the same AdamW with linear warm-up and decay, dropou
 one loop that calls every loss through the interface of sentence-transformers. Losses of classes and triplets see 4
 texts of an intent at a time, losses of pairs 2, and no intent comes again in a batch before all the others, which keeps
 false negatives of `MultipleNegativesRankingLoss` as few as they can be. For each loss and data set the learning rate
-(of {rates}) and one setting of the loss (of two) were chosen by mAP on validation intents, a quarter of the training
-intents, with one seed.
+and one setting of the loss (of two) were chosen by mAP on validation intents, a quarter of the training intents, with one
+seed; where the lowest of the first three rates was the best, lower ones followed. Under each table the loss of either
+library that is best on the validation intents is compared with that of the other.
 
 *Disjoint*: trained on all texts of half of the intents, tested on all texts of the other half, each against the others.
 *Published*: trained on the published training texts, tested on the published test texts, each against the training
 texts, so that R@1 is the accuracy of the nearest neighbour. Mean and standard deviation of {seeds} seeds in percent;
 brackets have the 95% bootstrap interval over test intents, averaged over the seeds; a number without ± is of one seed. {lowest}
-of the {choices} chosen rates are the lowest that was tried. Machine: {machine}, torch {torch}. Every run is in
+of the {choices} chosen rates are the lowest that was tried with that loss. Machine: {machine}, torch {torch}. Every run is in
 [text-nvidia-h200.csv](../benchmarks/results/text-nvidia-h200.csv).
 """
 
 
-def chosen_settings(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[str, float]]:
-    """Setting and rate of each (data, loss) that was best on the validation intents."""
+def best_on_validation(rows: Iterable[Row], lowest: float = 0.0) -> dict[tuple[str, str], Row]:
+    """Of each (data, loss) the run with the best mAP on the validation intents, among rates of at least `lowest`."""
     best: dict[tuple[str, str], Row] = {}
     for row in rows:
         key = row["data"], row["loss"]
-        if row["stage"] == "choice" and (key not in best or float(row["mAP"]) > float(best[key]["mAP"])):
+        if row["stage"] != "choice" or float(row["lr"]) < lowest:
+            continue
+        if key not in best or float(row["mAP"]) > float(best[key]["mAP"]):
             best[key] = row
-    return {key: (row["setting"], float(row["lr"])) for key, row in best.items()}
+    return best
 
 
-def report(rows: Sequence[Row]) -> str:
-    """All tables as Markdown."""
-    main = _stage(rows, "loss")
+def chosen_settings(rows: Iterable[Row], lowest: float = 0.0) -> dict[tuple[str, str], tuple[str, float]]:
+    """Setting and rate of each (data, loss), see `best_on_validation`."""
+    return {key: (row["setting"], float(row["lr"])) for key, row in best_on_validation(rows, lowest).items()}
+
+
+def tried_rates(rows: Iterable[Row], data: str, loss: str, setting: str) -> list[float]:
+    """Rates that were tried on the validation intents."""
+    wanted = "choice", data, loss, setting
+    return [float(row["lr"]) for row in rows if (row["stage"], row["data"], row["loss"], row["setting"]) == wanted]
+
+
+def report(rows: Sequence[Row], first_rate: float = 0.0) -> str:
+    """All tables as Markdown; batch sizes were compared at the best rate of at least `first_rate`."""
+    chosen, first_chosen = chosen_settings(rows), chosen_settings(rows, first_rate)
+    losses = _stage(rows, "loss")
+    main = [row for row in losses if chosen[row["data"], row["loss"]] == (row["setting"], float(row["lr"]))]
     if not main:
         raise ValueError("text_study: the file has no run of the losses yet, only of the choice of rates")
-    rates = sorted({float(row["lr"]) for row in _stage(rows, "choice")})
-    chosen = chosen_settings(rows)
+    validation = {key: float(row["mAP"]) for key, row in best_on_validation(rows).items()}
     head = HEAD.format(
-        lowest=sum(rate == rates[0] for _, rate in chosen.values()),
+        lowest=sum(rate == min(tried_rates(rows, *key, setting)) for key, (setting, rate) in chosen.items()),
         choices=len(chosen),
         texts=f"{int(main[0]['texts']):,}",
         batch=main[0]["batch"],
         steps=int(main[0]["texts"]) // int(main[0]["batch"]),
-        rates=", ".join(f"{rate:g}" for rate in rates),
         seeds=len({row["seed"] for row in main}),
         machine=main[0]["machine"],
         torch=main[0]["torch"],
@@ -71,22 +85,28 @@ def report(rows: Sequence[Row]) -> str:
         for data in _values(main, "data"):
             some = [row for row in (*_stage(rows, "untrained"), *main) if (row["data"], row["split"]) == (data, split)]
             if _values(some, "stage") != ["untrained"]:
-                parts += [f"### {data}, {split}", _losses(some), _difference(some)]
+                parts += [f"### {data}, {split}", _losses(some), _difference(some, validation)]
     if sizes := _stage(rows, "batch"):
         parts += ["## Batch size", _BATCH_TEXT]
         for data in _values(sizes, "data"):
-            same = [row for row in main if (row["data"], row["split"]) == (data, "disjoint")]
-            parts += [f"### {data}, disjoint, mAP", _sizes([*same, *(row for row in sizes if row["data"] == data)])]
+            same = [
+                row
+                for row in losses
+                if (row["data"], row["split"]) == (data, "disjoint")
+                and first_chosen[data, row["loss"]] == (row["setting"], float(row["lr"]))
+            ]
+            some = [*same, *(row for row in sizes if row["data"] == data)]
+            parts += [f"### {data}, disjoint, mAP", _sizes(some), _differences_by_size(some, validation)]
     if cached := _stage(rows, "cached"):
         parts += ["## Cached forms", _CACHED_TEXT, _cached(main, cached)]
     parts += ["## What was chosen", _choices(_stage(rows, "choice"))]
     return "\n\n".join(part.strip() for part in parts if part)
 
 
-_BATCH_TEXT = """The same number of texts in fewer, larger steps; the rate goes with the root of the batch size. Batches above
-512 use the cached forms where there are any (`CachedRankLoss`, `CachedMultipleNegativesRankingLoss`). A batch
-of pairs larger than twice the number of training intents has false negatives, which only losses of labels
-avoid."""
+_BATCH_TEXT = """The same number of texts in fewer, larger steps; the rate, the best of the first three, goes with the root of
+the batch size. Batches above 512 use the cached forms where there are any (`CachedRankLoss`,
+`CachedMultipleNegativesRankingLoss`). A batch of pairs larger than twice the number of training intents has false negatives,
+which only losses of labels avoid."""
 
 _CACHED_TEXT = """Disjoint intents, with a quarter of the batch in memory at a time: the same loss of the same batch."""
 
@@ -123,21 +143,51 @@ def _losses(rows: Sequence[Row]) -> str:
     return markdown_table(["", "loss", *METRICS], lines, align="llrrr")
 
 
-def _difference(rows: Sequence[Row]) -> str:
-    """The best of ours against the best of theirs, intent by intent."""
-    by_library = {}
+_OVER_INTENTS = "95% interval over test intents"
+Validation = Mapping[tuple[str, str], float]
+
+
+def _best_of_each(rows: Sequence[Row], validation: Validation) -> tuple[str, str] | None:
+    """The losses of either library with the best mAP on the validation intents."""
+    data, best = rows[0]["data"], []
     for library in (OURS, THEIRS):
         names = [name for name in _values(rows, "loss") if name and LOSSES[name].library == library]
         if not names:
-            return ""
-        by_library[library] = max(names, key=lambda name: fmean(_column((r for r in rows if r["loss"] == name), "mAP")))
-    ours, theirs = (by_library[library] for library in (OURS, THEIRS))
+            return None
+        best.append(max(names, key=lambda name: validation[data, name]))
+    return best[0], best[1]
+
+
+def _difference(rows: Sequence[Row], validation: Validation) -> str:
+    """The best of ours against the best of theirs."""
+    best = _best_of_each(rows, validation)
+    if best is None:
+        return ""
+    ours, theirs = best
+    points = _interval(rows, ours, theirs)
+    return f"`{ours}` against `{theirs}`, the best of each on the validation intents: {points} points of mAP, {_OVER_INTENTS}."
+
+
+def _differences_by_size(rows: Sequence[Row], validation: Validation) -> str:
+    """The same at every batch size."""
+    by_size = {size: [row for row in rows if int(row["batch"]) == size] for size in sorted({int(row["batch"]) for row in rows})}
+    listed = {row["loss"] for row in rows if row["stage"] == "batch"}
+    best = _best_of_each([row for row in rows if row["loss"] in listed], validation)
+    if best is None:
+        return ""
+    ours, theirs = best
+    found = [
+        f"{size:,}: {_interval(some, ours, theirs)}"
+        for size, some in by_size.items()
+        if {ours, theirs} <= {row["loss"] for row in some}
+    ]
+    return f"`{ours}` against `{theirs}` by batch size, points of mAP, {_OVER_INTENTS}: {'; '.join(found)}."
+
+
+def _interval(rows: Sequence[Row], ours: str, theirs: str) -> str:
     weights = _numbers(rows[0]["queries by intent"])
     mean, low, high = paired_difference(_by_intent(rows, ours) - _by_intent(rows, theirs), weights)
-    return (
-        f"`{ours}` against `{theirs}`, the best of each in mAP: {100 * mean:+.1f} points, 95% interval over test intents "
-        f"[{100 * low:+.1f}, {100 * high:+.1f}]."
-    )
+    return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def paired_difference(differences: NDArray[np.float64], weights: NDArray[np.float64]) -> tuple[float, float, float]:
