@@ -13,7 +13,7 @@ from rankgrad.losses.average_precision import (
     SmoothAPLoss,
     SupAPLoss,
 )
-from rankgrad.losses.calibration import CalibratedRankLoss, PairCalibration, ProxySoftmax
+from rankgrad.losses.calibration import CalibratedRankLoss, PairCalibration, ProxyAnchor, ProxySoftmax
 from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory, ScoreMemory
 from rankgrad.losses.multiclass import MulticlassRankLoss
@@ -67,6 +67,7 @@ __all__ = [
     "PairCalibration",
     "Pairs",
     "PrecisionAtK",
+    "ProxyAnchor",
     "ProxySoftmax",
     "RPrecision",
     "RamboAPLoss",

@@ -1,6 +1,7 @@
 """A term beside a rank loss: values by definition, gradients to embeddings and proxies, bad input."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -40,6 +41,42 @@ def test_an_item_without_a_proxy_leaves_the_mean():
     longer = torch.cat((x, torch.ones(2, 6, dtype=x.dtype)))
     torch.testing.assert_close(term(longer, torch.cat((labels, torch.tensor([-1, 90])))), term(x, labels))
     assert term(x, torch.full((10,), -1)).isnan()
+
+
+def test_every_proxy_attracts_its_class_and_repels_the_others():
+    x, labels = batch()
+    term = rg.ProxyAnchor([3, 7, 12, 90], 6, margin=0.1, alpha=16).double()
+    unit, proxies = F.normalize(x.detach(), dim=1), F.normalize(term.proxies.detach(), dim=1)
+    attracted, repelled = [], []
+    for proxy, label in zip(proxies, (3, 7, 12, 90), strict=True):
+        cosines = [float(row @ proxy) for row in unit]
+        own = [math.exp(-16 * (c - 0.1)) for c, found in zip(cosines, labels.tolist(), strict=True) if found == label]
+        others = [math.exp(16 * (c + 0.1)) for c, found in zip(cosines, labels.tolist(), strict=True) if found != label]
+        attracted += [math.log1p(sum(own))] if own else []
+        repelled.append(math.log1p(sum(others)))
+    wanted = sum(attracted) / len(attracted) + sum(repelled) / 4
+    assert len(attracted) == 3
+    assert float(term(x, labels).detach()) == pytest.approx(wanted, rel=1e-12)
+    # a distractor is neither attracted nor repelled
+    longer = torch.cat((x, torch.ones(2, 6, dtype=x.dtype)))
+    torch.testing.assert_close(term(longer, torch.cat((labels, torch.tensor([-1, 8])))), term(x, labels))
+    assert term(x, torch.full((10,), -1)).isnan()
+
+
+def test_proxy_anchor_agrees_with_pytorch_metric_learning():
+    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    theirs = losses.ProxyAnchorLoss(num_classes=3, embedding_size=6, margin=0.2, alpha=24).double()
+    ours = rg.ProxyAnchor([3, 7, 12], 6, margin=0.2, alpha=24).double()
+    with torch.no_grad():
+        ours.proxies.copy_(theirs.proxies)
+    x, labels = batch()
+    gradients = []
+    for term, given in ((ours, labels), (theirs, torch.searchsorted(torch.tensor([3, 7, 12]), labels))):
+        leaf = x.detach().clone().requires_grad_()
+        value = term(leaf, given)
+        value.backward()
+        gradients.append((value.detach(), leaf.grad, term.proxies.grad))
+    torch.testing.assert_close(*gradients)
 
 
 def test_pairs_are_charged_for_their_distance_to_the_margins():
@@ -87,6 +124,8 @@ def test_in_float32_under_autocast():
         (lambda: rg.ProxySoftmax(0, 4), ValueError, "classes"),
         (lambda: rg.ProxySoftmax([1, 1, 2], 4), ValueError, "different integer labels"),
         (lambda: rg.ProxySoftmax(3, 4, temperature=0.0), ValueError, "temperature"),
+        (lambda: rg.ProxyAnchor(3, 4, margin=-0.1), ValueError, "margin"),
+        (lambda: rg.ProxyAnchor(3, 4, alpha=0.0), ValueError, "alpha"),
         (lambda: rg.ProxySoftmax(3, 4)(torch.ones(2, 5), torch.tensor([0, 1])), ValueError, "the 4 dimensions.*got 5"),
         (lambda: rg.PairCalibration(alpha=1.2), ValueError, "alpha.*1.2"),
     ],

@@ -2,6 +2,7 @@
 
 CalibratedRankLoss   (1 - weight) * rank loss + weight * term, for any term of embeddings and labels
 ProxySoftmax         the term of SupRank: a classifier whose weights, one proxy per class, are trained along
+ProxyAnchor          the same proxies with the loss of Proxy-Anchor
 PairCalibration      the term of ROADMAP: margins for the scores themselves
 """
 
@@ -18,6 +19,9 @@ from rankgrad.losses.memory import EmbeddingMemory
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.simix import SiMix
 from rankgrad.ops.relevance import Relevance
+
+# what cross_entropy leaves out
+NO_PROXY = -100
 
 
 class CalibratedRankLoss(nn.Module):
@@ -70,23 +74,22 @@ class CalibratedRankLoss(nn.Module):
         return (1 - self.weight) * value + (self.weight * share) * self.term(embeddings, labels).to(value.dtype)
 
 
-class ProxySoftmax(nn.Module):
-    """Cross-entropy of softmax(cosines with class proxies / temperature) (Zhai and Wu, 2019), the second term of SupRank.
+class ClassProxies(nn.Module):
+    """One trained vector for each class, and the cosines of embeddings with all of them: what terms over proxies share.
 
     Proxies are normalised like embeddings. Give them a learning rate of their own, larger than that of a pretrained network. An
-    item whose label is not in `classes`, a distractor for instance, has no proxy and leaves the mean; if no item of a batch has
-    one the value is NaN.
+    item whose label is not in `classes`, a distractor for instance, has no proxy and is left out; if no item of a batch has one
+    the value is NaN.
 
     Args:
         classes: labels of the training set, or their number, for labels 0, 1, ... Row i of `proxies` belongs to the i-th label
             in ascending order.
         dim: dimensions of an embedding.
-        temperature: of the softmax.
     """
 
     classes: Tensor
 
-    def __init__(self, classes: int | Sequence[int] | Tensor, dim: int, temperature: float = 0.05) -> None:
+    def __init__(self, classes: int | Sequence[int] | Tensor, dim: int) -> None:
         super().__init__()
         caller = type(self).__name__
         if isinstance(classes, int):
@@ -96,29 +99,82 @@ class ProxySoftmax(nn.Module):
         if labels.ndim != 1 or not len(labels) or labels.is_floating_point() or len(labels.unique()) != len(labels):
             raise ValueError(f"{caller}: classes must be their number, or different integer labels, got {classes!r}")
         check_count(dim, name="dim", caller=caller)
-        check_positive(temperature, name="temperature", caller=caller)
-        self.temperature = temperature
         self.register_buffer("classes", labels.long().sort().values, persistent=False)
         self.proxies = nn.Parameter(torch.empty(len(labels), dim).uniform_(-(dim**-0.5), dim**-0.5))
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        caller = type(self).__name__
+        check_embeddings(embeddings, name="embeddings", caller=caller)
+        check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller=caller)
+        if embeddings.shape[1] != self.proxies.shape[1]:
+            wanted = self.proxies.shape[1]
+            raise ValueError(
+                f"{caller}: embeddings must have the {wanted} dimensions of the proxies, got {embeddings.shape[1]}"
+            )
+        labels = labels.to(self.classes.device, torch.long)
+        index = torch.searchsorted(self.classes, labels).clamp_(max=len(self.classes) - 1)
+        target = torch.where(self.classes[index] == labels, index, NO_PROXY)
+        with autocast_disabled(embeddings.device):
+            wide = _wide(embeddings)
+            cosines = F.normalize(wide, dim=1) @ F.normalize(self.proxies.to(wide), dim=1).t()
+            return self._value(cosines, target.to(cosines.device))
+
+    def _value(self, cosines: Tensor, target: Tensor) -> Tensor:
+        """The term of cosines [N, classes]; `target` is the class of each item, or `NO_PROXY`."""
+        raise NotImplementedError
+
+
+class ProxySoftmax(ClassProxies):
+    """Cross-entropy of softmax(cosines with class proxies / temperature) (Zhai and Wu, 2019), the second term of SupRank.
+
+    Args:
+        classes: see `ClassProxies`.
+        dim: dimensions of an embedding.
+        temperature: of the softmax.
+    """
+
+    def __init__(self, classes: int | Sequence[int] | Tensor, dim: int, temperature: float = 0.05) -> None:
+        super().__init__(classes, dim)
+        check_positive(temperature, name="temperature", caller="ProxySoftmax")
+        self.temperature = temperature
 
     def extra_repr(self) -> str:
         return f"classes={len(self.classes)}, dim={self.proxies.shape[1]}, temperature={self.temperature}"
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        check_embeddings(embeddings, name="embeddings", caller="ProxySoftmax")
-        check_labels(labels, items=len(embeddings), of="embeddings", name="labels", caller="ProxySoftmax")
-        if embeddings.shape[1] != self.proxies.shape[1]:
-            wanted = self.proxies.shape[1]
-            raise ValueError(
-                f"ProxySoftmax: embeddings must have the {wanted} dimensions of the proxies, got {embeddings.shape[1]}"
-            )
-        labels = labels.to(self.classes.device, torch.long)
-        index = torch.searchsorted(self.classes, labels).clamp_(max=len(self.classes) - 1)
-        target = torch.where(self.classes[index] == labels, index, -100)  # cross_entropy leaves -100 out
-        with autocast_disabled(embeddings.device):
-            wide = _wide(embeddings)
-            cosines = F.normalize(wide, dim=1) @ F.normalize(self.proxies.to(wide), dim=1).t()
-            return F.cross_entropy(cosines / self.temperature, target.to(cosines.device), ignore_index=-100)
+    def _value(self, cosines: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(cosines / self.temperature, target, ignore_index=NO_PROXY)
+
+
+class ProxyAnchor(ClassProxies):
+    """Proxy-Anchor (Kim et al., 2020) as a second term: every proxy attracts its class and repels all others of the batch.
+
+    The mean over classes in the batch of log(1 + sum exp(-alpha (cosine - margin))) over a class's own items, and over all
+    classes of log(1 + sum exp(alpha (cosine + margin))) over the others.
+
+    Args:
+        classes: see `ClassProxies`.
+        dim: dimensions of an embedding.
+        margin: of cosines.
+        alpha: how much the hardest items count: the inverse of a temperature.
+    """
+
+    def __init__(self, classes: int | Sequence[int] | Tensor, dim: int, margin: float = 0.1, alpha: float = 32.0) -> None:
+        super().__init__(classes, dim)
+        check_not_negative(margin, name="margin", caller="ProxyAnchor")
+        check_positive(alpha, name="alpha", caller="ProxyAnchor")
+        self.margin, self.alpha = margin, alpha
+        # as the paper begins: longer, and so slower to turn
+        nn.init.kaiming_normal_(self.proxies, mode="fan_out")
+
+    def extra_repr(self) -> str:
+        return f"classes={len(self.classes)}, dim={self.proxies.shape[1]}, margin={self.margin}, alpha={self.alpha}"
+
+    def _value(self, cosines: Tensor, target: Tensor) -> Tensor:
+        own = target[:, None] == torch.arange(cosines.shape[1], device=target.device)
+        others = ~own & (target != NO_PROXY)[:, None]
+        attracts = _log_one_plus_sum(self.alpha * (self.margin - cosines), own)
+        repels = _log_one_plus_sum(self.alpha * (self.margin + cosines), others)
+        return attracts.sum() / own.any(dim=0).sum() + repels.mean()
 
 
 class PairCalibration(nn.Module):
@@ -147,6 +203,12 @@ class PairCalibration(nn.Module):
             scores, same = unit @ unit.t(), labels[:, None] == labels
             relevant = same & ~torch.eye(len(labels), dtype=torch.bool, device=same.device)
             return (_mean((self.alpha - scores).relu(), relevant) + _mean((scores - self.beta).relu(), ~same)).mean()
+
+
+def _log_one_plus_sum(exponents: Tensor, mask: Tensor) -> Tensor:
+    """[C] log(1 + sum exp) of each column over where `mask` holds."""
+    kept = exponents.masked_fill(~mask, -torch.inf)
+    return torch.cat((kept.new_zeros(1, kept.shape[1]), kept)).logsumexp(dim=0)
 
 
 def _wide(embeddings: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from rankgrad.runs.study import Grid, Selection, Study, Variation
 
 RANK, WITH_PROXIES, METRIC_LEARNING = "rank loss", "rank loss and proxies", "loss of pytorch-metric-learning"
 TAUS = Grid("tau", (0.01, 0.03))
+# alpha 16, which is best for Proxy-Anchor alone
+ANCHORS: dict[str, Any] = {"proxy_loss": "anchor", "proxy_temperature": 1 / 16, "loss_lr": 100.0}
 
 
 def lines(*rates: float) -> Iterator[Variation]:
@@ -26,6 +28,7 @@ def lines(*rates: float) -> Iterator[Variation]:
     lr = Grid("lr", rates, extends=True)
     blackbox = (lr, Grid("lam", (4.0, 0.5)))
     proxies = (lr, Grid("proxy_weight", (0.1, 0.4)))
+    anchors = (lr, Grid("proxy_weight", (0.4, 0.1, 0.8)))
     yield _line(RANK, "RecallAtKLoss", lr, TAUS, loss="recall-at-k")
     yield _line(RANK, "RecallAtKLoss + SiMix", lr, TAUS, loss="recall-at-k", simix=True, ks=SIMIX_KS)
     yield _line(RANK, "SmoothAPLoss", lr, TAUS, loss="smooth-ap")
@@ -42,6 +45,17 @@ def lines(*rates: float) -> Iterator[Variation]:
     yield _line(
         WITH_PROXIES, "RecallAtKLoss + SiMix, proxies", *proxies, loss="recall-at-k", simix=True, ks=SIMIX_KS, loss_lr=100.0
     )
+    yield _line(WITH_PROXIES, "RecallAtKLoss, proxy anchors", *anchors, loss="recall-at-k", **ANCHORS)
+    yield _line(WITH_PROXIES, "SupAPLoss, proxy anchors", *anchors, loss="sup-ap", **ANCHORS)
+    yield _line(
+        WITH_PROXIES,
+        "RecallAtKLoss + SiMix, proxy anchors",
+        *anchors,
+        loss="recall-at-k",
+        simix=True,
+        ks=SIMIX_KS,
+        **ANCHORS,
+    )
     yield _line(RANK, "SupAPLoss", lr, TAUS, loss="sup-ap")
     yield _line(WITH_PROXIES, "SupAPLoss, proxies", *proxies, loss="sup-ap", loss_lr=100.0)
     yield _line(RANK, "RamboRecallLoss, log", *blackbox, loss="rambo-recall", weighting="log", margin=0.02)
@@ -49,8 +63,8 @@ def lines(*rates: float) -> Iterator[Variation]:
         METRIC_LEARNING,
         "MultiSimilarityLoss with its miner",
         lr,
-        # the paper's, and those of its published code
-        Grid("loss_args", ("alpha=2,beta=50,base=1", "alpha=2,beta=40,base=0.5")),
+        # those of its published code, and the paper's, with which most runs collapse
+        Grid("loss_args", ("alpha=2,beta=40,base=0.5", "alpha=2,beta=50,base=1")),
         loss="pml:MultiSimilarityLoss",
         miner="MultiSimilarityMiner",
     )

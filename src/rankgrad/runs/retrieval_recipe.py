@@ -14,6 +14,7 @@ from rankgrad.train.settings import Keep
 
 Sampler: TypeAlias = Literal["class-balanced", "whole-class", "category-hard", "category-half"]
 Weighting: TypeAlias = Literal["log", "loglog"]
+ProxyLoss: TypeAlias = Literal["softmax", "anchor"]
 Validation: TypeAlias = Literal["none", "half", "split", "test"]
 
 METRIC_LEARNING = "pml:"
@@ -184,12 +185,17 @@ class RetrievalRecipe(Recipe):
     simix: bool = setting(False, "add virtual examples between all pairs of a class", group="loss")
     proxy_weight: float = setting(
         0.0,
-        "weight of a softmax over class proxies, whose learning rate is loss_lr; the rank loss has the rest. SupRank: 0.1",
+        "weight of a term over class proxies, whose learning rate is loss_lr; the rank loss has the rest. SupRank: 0.1",
         group="loss",
         least=0.0,
         most=1.0,
     )
-    proxy_temperature: float = setting(0.05, "temperature of the softmax over proxies", group="loss", least=1e-9)
+    proxy_loss: ProxyLoss = setting(
+        "softmax", "the term over proxies: 'softmax' as in SupRank, or 'anchor' as in Proxy-Anchor, margin 0.1", group="loss"
+    )
+    proxy_temperature: float = setting(
+        0.05, "temperature of the softmax over proxies; of 'anchor' 1 / alpha", group="loss", least=1e-9
+    )
     memory: int = setting(0, "past batches whose embeddings are added to the ranked lists", group="loss", least=0)
 
     head_lr: float = setting(1.0, "learning rate of the embedding layer, as a multiple of lr", group="optimisation", least=0.0)
@@ -230,6 +236,7 @@ class RetrievalRecipe(Recipe):
         "learn_tau": False,
         "proxy_weight": 0.0,
         "proxy_temperature": 0.05,
+        "proxy_loss": "softmax",
         "rho": 100.0,
         "delta": 0.05,
         "loss_args": "",

@@ -16,7 +16,7 @@ from rankgrad.data.samplers import class_sizes
 from rankgrad.data.seeds import bits, derive, permutation
 from rankgrad.data.text_batches import TextBatches
 from rankgrad.losses import PRESETS
-from rankgrad.losses.calibration import CalibratedRankLoss, ProxySoftmax
+from rankgrad.losses.calibration import CalibratedRankLoss, ProxyAnchor, ProxySoftmax
 from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory
 from rankgrad.losses.rank_loss import RankLoss
@@ -206,8 +206,13 @@ class RetrievalTask:
             raise ValueError(
                 "--proxy-weight needs --parallel ddp: proxies are not divided over processes as --parallel fsdp does"
             )
-        term = self._with_proxies(lambda classes, dim: ProxySoftmax(classes, dim, recipe.proxy_temperature))
-        return CalibratedRankLoss(loss, term, recipe.proxy_weight)
+        return CalibratedRankLoss(loss, self._with_proxies(self._proxy_term), recipe.proxy_weight)
+
+    def _proxy_term(self, classes: list[int], dim: int) -> ProxySoftmax | ProxyAnchor:
+        recipe = self.recipe
+        if recipe.proxy_loss == "anchor":
+            return ProxyAnchor(classes, dim, alpha=1 / recipe.proxy_temperature)
+        return ProxySoftmax(classes, dim, recipe.proxy_temperature)
 
     def _rank_loss(self) -> RankLoss | SiMix | EmbeddingMemory:
         recipe = self.recipe
