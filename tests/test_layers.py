@@ -199,5 +199,11 @@ def test_import_rankgrad_loads_torch_and_numpy_only():
     assert not kernels, f"`import rankgrad` loads the kernels {sorted(kernels)}: import them when one is wanted"
 
 
+def test_a_first_loss_and_its_gradient_load_nothing_else():
+    call = "import rankgrad; x = torch.eye(8).requires_grad_(); rankgrad.SmoothAPLoss()(x, torch.arange(8) // 2).backward()"
+    others = {name.partition(".")[0] for name in loaded_by(call)} - sys.stdlib_module_names - {"rankgrad", "torch", "numpy"}
+    assert not others, f"the first call of a loss also loads {sorted(others)}, which takes longer than the loss"
+
+
 def test_a_heavy_import_would_be_seen():
     assert "PIL" in loaded_by("import PIL.Image")

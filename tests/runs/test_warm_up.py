@@ -1,5 +1,7 @@
 """The loss is called ahead of the first step, beside the preparation of the first batch, and never during a step."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -59,6 +61,16 @@ def test_an_error_is_left_to_the_step_that_will_meet_it_again():
         raise RuntimeError("out of memory")
 
     InBackground(fail).wait()
+
+
+def test_a_process_that_ends_early_waits_for_the_thread():
+    code = (
+        "import time, sys; from rankgrad.runs.warm_up import InBackground\n"
+        "InBackground(lambda: (time.sleep(0.3), print('compiled', flush=True)))\n"
+        "sys.exit('bad settings')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "compiled\n", "bad settings\n")
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

@@ -69,8 +69,8 @@ class Ranks:
         tensors = (*(getattr(self, name) for name in fields), *others)
         if not losses.requires_grad:  # an objective may ignore the ranks, or be constant
             return tuple(torch.zeros_like(t) for t in tensors)
-        ones = torch.ones_like(losses)
-        return torch.autograd.grad(losses, tensors, ones, allow_unused=True, materialize_grads=True)
+        # of the sum and not with ones for every loss, for which torch imports sympy: half a second of the first call
+        return torch.autograd.grad(losses.sum(), tensors, allow_unused=True, materialize_grads=True)
 
 
 Objective = Callable[[Ranks], Tensor]

@@ -81,7 +81,8 @@ class Capture:
         self.out = out.detach()
         self.grad_out = torch.ones_like(self.out)
         with torch.cuda.graph(self.grad_graph, pool=pool, capture_error_mode="thread_local"):
-            (self.d_leaf,) = torch.autograd.grad(out, self.leaf, self.grad_out, retain_graph=True)
+            incoming = self.grad_out if out.ndim else None
+            (self.d_leaf,) = torch.autograd.grad(out, self.leaf, incoming, retain_graph=True)
         self.held = built, out  # the graphs read and write their memory
 
     def replay(self, leaf: Tensor, inputs: Inputs) -> list[int]:

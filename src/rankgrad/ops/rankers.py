@@ -209,7 +209,7 @@ class Sigmoid(Ranker):
         d_rank, d_positive_rank = (positives.fill(g * scale, 0) for g in d_ranks)
         # a positive ahead moves both ranks; an irrelevant candidate only the rank among all
         dtype = positives.scores.dtype
-        return d_rank.to(dtype).t().contiguous(), (d_rank + d_positive_rank).to(dtype).t()
+        return _without_negligible(d_rank.to(dtype)).t().contiguous(), (d_rank + d_positive_rank).to(dtype).t()
 
     def tile_backward(
         self, tile: Tensor, thresholds: SigmoidThresholds, rank_grad: tuple[Tensor, Tensor], key: int
@@ -516,6 +516,14 @@ class Histogram(Ranker):
         else:
             moved = d_mass.diff(dim=1).gather(1, index) + positives.gains * d_gain.diff(dim=1).gather(1, index)
         return moved.mul_(position.sub_(cell).sign_()).mul_(-1 / self.width)
+
+
+def _without_negligible(weights: Tensor) -> Tensor:
+    """0 for weights that no sum with the largest one shows: their products with slopes would be subnormal, which is slow."""
+    if not weights.numel():
+        return weights
+    size = weights.abs()
+    return weights.masked_fill(size < size.amax() * torch.finfo(weights.dtype).eps ** 2, 0)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -26,12 +26,13 @@ def warm_up(loss: nn.Module, items: int, per_class: int, dim: int, device: torch
 class InBackground:
     """Runs a function in a thread; `wait` returns when it has ended.
 
-    An exception is dropped: what is done ahead of time will be done again when it is needed, and raise there.
+    An exception is dropped: what is done ahead of time will be done again when it is needed, and raise there. A process that
+    ends early waits for the thread: one that is ended inside a compiler aborts the process.
     """
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.function = function
-        self.thread = threading.Thread(target=self._run, name="warm-up", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="warm-up", daemon=False)
         self.thread.start()
 
     def _run(self) -> None:
