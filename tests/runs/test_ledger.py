@@ -367,6 +367,15 @@ def test_a_study_stops_between_runs_and_a_second_call_continues(tree, tmp_path, 
     assert not set(first) & set(second)
 
 
+def test_out_of_time_a_study_still_shows_what_the_ledger_has(tree, tmp_path, monkeypatch):
+    run_choosing(tmp_path, monkeypatch, tree, only="fixed")
+    runs, text = run_choosing(tmp_path, monkeypatch, tree, minutes=1e-9)
+    assert runs == []
+    assert "| fixed" in text
+    assert "| both" not in text
+    assert "2 tests are missing" in text
+
+
 def test_intervals_are_those_of_all_runs_or_none():
     entries = [
         Entry("a", "g", "l", {}, 0, "test", {"R@1": 0.5}, 1.0, {"R@1": (0.4, 0.6)}),

@@ -3,6 +3,7 @@
 A line may leave settings open. They are chosen on validation classes, one after another, before it is tested.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -116,6 +117,7 @@ class _Line:
     variation: Variation
     recipe: Recipe
     chosen: dict[str, Any] = field(default_factory=dict)
+    is_chosen: bool = False
     validated: list[Entry] = field(default_factory=list)
     tested: list[Entry] = field(default_factory=list)
 
@@ -162,18 +164,19 @@ def run_study(
         _Line(variation, recipe) for variation, recipe in _planned(study, task, changes, only=only, debug=debug)
     ]  # fmt: skip
     text = ""
-    try:
-        for seed in seeds:
-            for number, line in enumerate(lines, start=1):
-                title = f"{number}/{len(lines)} {line.variation.group}: {line.variation.label}"
+    for seed in seeds:
+        for number, line in enumerate(lines, start=1):
+            title = f"{number}/{len(lines)} {line.variation.group}: {line.variation.label}"
+            # out of time, what later lines have in the ledger is still shown
+            with contextlib.suppress(OutOfTimeError):
                 if study.selection and seed == seeds[0]:
                     assert isinstance(task, RetrievalTask), "only retrieval has validation classes"
                     _select(study.selection, line, task, trials, title, changes)
-                _test(study, line, task, trials, title, seed)
-                text = _write(study, lines, csv)
-    except OutOfTimeError:
-        text = _write(study, lines, csv)
-        missing = len(seeds) * len(lines) - sum(len(line.tested) for line in lines)
+                if not study.selection or line.is_chosen:
+                    _test(study, line, task, trials, title, seed)
+            text = _write(study, lines, csv)
+    missing = len(seeds) * len(lines) - sum(len(line.tested) for line in lines)
+    if missing:
         text = f"{text}\n\nstopped after {minutes:g} minutes: {missing} tests are missing; the same command continues"
     return text
 
@@ -238,6 +241,7 @@ def _select(
                 further = grid.beyond(max(scores, key=scores.__getitem__), list(scores))
                 waiting += [] if further is None else [further]
         line.chosen[grid.setting] = max(scores, key=scores.__getitem__)
+    line.is_chosen = True
 
 
 def _test(study: Study, line: _Line, task: Task, trials: Trials, title: str, seed: int) -> None:
