@@ -29,6 +29,20 @@ def test_no_epochs_test_the_untrained_network(tree, tmp_path):
     assert cli.main(["eval", str(run), "--device", "cpu", "--cache", "none"]) == 0
 
 
+def test_random_weights_have_their_own_default(tmp_path, monkeypatch):
+    (tmp_path / "images" / "one").mkdir(parents=True)
+    found = []
+    monkeypatch.setattr("rankgrad.runs.pipeline.start_run", lambda task, *args, **options: found.append(task.recipe))
+    monkeypatch.setattr("rankgrad.cli.train_commands.steps_after_training", lambda *args: [])
+    for flags in ((), ("--weights", "none"), ("--weights", "none", "--lr", 1e-2)):
+        assert train("--data", tmp_path / "images", *flags, "--out", tmp_path / "run") == 0
+    assert [(recipe.name, recipe.weights, recipe.lr) for recipe in found] == [
+        ("own-images", "default", 1e-4),
+        ("own-images-scratch", "none", 3e-4),
+        ("own-images-scratch", "none", 1e-2),
+    ]
+
+
 def test_a_model_that_does_not_fit_in_memory_is_one_sentence(tree, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("rankgrad.runs.pipeline.start_run", lambda *args, **options: torch.empty(10**15))
     assert train("cub-recall-at-k", "--data", tree("cub"), "--debug", "--out", tmp_path / "run") == 2

@@ -384,10 +384,11 @@ def _chosen_recipe(parser: Parser, kind: TaskKind, given: argparse.Namespace, ch
 
 
 def _recipe_for(data: Path, recipe: RetrievalRecipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe for a user's own data: what the columns of its file say, or else that the trunk is a sentence encoder."""
+    """The recipe for a user's own data: texts by the columns of the file or by the trunk, images by the weights."""
     data = data.expanduser()
     columns = replace(recipe, **{name: changes[name] for name in COLUMN_SETTINGS if name in changes}).columns
     found = "texts" if is_text_folder(changes.get("trunk", "")) else own_data_set(data, columns)
     if found == "texts":
         return find("own-pairs" if columns.are_pairs(column_names(data)) else "own-texts")
-    return replace(recipe, data_set=found)
+    own = find("own-images-scratch") if changes.get("weights") == "none" else recipe
+    return replace(own, data_set=found)

@@ -24,6 +24,10 @@ OWN_NOTE = (
     "The default of `rankgrad train --data DIR`. The batch is as large as the classes allow, 4,000 images at most, and goes "
     "through the network in chunks that fit in memory."
 )
+SCRATCH_NOTE = (
+    "The default of `rankgrad train --data DIR --weights none`. Random weights need a larger learning rate than pretrained "
+    "ones: docs/evidence.md has the figures."
+)
 TEXT_NOTE = (
     "The default of `rankgrad train --data FILE` for a .csv, .jsonl or .parquet file with the columns text and label. The "
     "encoder is downloaded once; without a network give the folder of one: --trunk FOLDER."
@@ -110,6 +114,14 @@ OWN_IMAGES = RetrievalRecipe(
     schedule="cosine",
     warmup=1.0,
     epochs=30,
+)
+OWN_IMAGES_SCRATCH = replace(
+    OWN_IMAGES,
+    name="own-images-scratch",
+    what="images of your own, a network from random weights",
+    notes=(SCRATCH_NOTE,),
+    weights="none",
+    lr=3e-4,
 )
 OWN_TEXTS = RetrievalRecipe(
     name="own-texts",
@@ -200,4 +212,4 @@ def recipes() -> list[Recipe]:
         for base in (SHAPES, CELLS)
         for short, loss, title in DETECTION_LOSSES
     ]
-    return [*retrieval, CARS_SMALL, OWN_IMAGES, OWN_TEXTS, OWN_PAIRS, *detection]
+    return [*retrieval, CARS_SMALL, OWN_IMAGES, OWN_IMAGES_SCRATCH, OWN_TEXTS, OWN_PAIRS, *detection]
