@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rankgrad._device import release_memory
 from rankgrad.train.activation_budget import PROBE, choose_chunk
 from rankgrad.train.batch_tree import num_rows
+from rankgrad.train.cpu_precision import check_cpu_precision
 from rankgrad.train.errors import NotFiniteError, OutOfMemoryError, is_out_of_memory
 from rankgrad.train.gradient_check import live_batch_norms
 from rankgrad.train.graphed_model import GraphedModel
@@ -80,6 +81,7 @@ class TrainStep:
             raise ValueError(
                 f"fit: with {processes.size} processes the loss must rank against all of them: wrap it in DistributedRankLoss"
             )
+        check_cpu_precision(device, settings.precision)
         if processes.size > 1 and settings.parallel == "fsdp" and settings.precision == "fp16":
             raise ValueError("fit: parallel 'fsdp' has no scaled loss for precision 'fp16': train with 'bf16', or with 'ddp'")
         self.processes = processes
