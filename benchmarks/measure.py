@@ -29,21 +29,27 @@ QUIET = 0.05  # share of the CPU taken by other processes above which times are 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median, the 20 % and 80 % quantiles, and of how many repetitions."""
+    """Seconds of one call: the median, the 20 % and 80 % quantiles, and of how many repetitions.
+
+    `core_seconds`: processor time of this process, the least of all repetitions, which other processes hardly change.
+    """
 
     median: float
     low: float
     high: float
     repetitions: int
+    core_seconds: float | None = None
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Timing":
+    def of(cls, seconds: Sequence[float], core_seconds: Sequence[float] = ()) -> "Timing":
         ordered = sorted(seconds)
         last = len(ordered) - 1
-        return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)], len(ordered))
+        quantiles = ordered[round(0.2 * last)], ordered[round(0.8 * last)]
+        return cls(statistics.median(ordered), *quantiles, len(ordered), min(core_seconds, default=None))
 
     def scaled(self, factor: float) -> "Timing":
-        return Timing(self.median * factor, self.low * factor, self.high * factor, self.repetitions)
+        cores = None if self.core_seconds is None else self.core_seconds * factor
+        return Timing(self.median * factor, self.low * factor, self.high * factor, self.repetitions, cores)
 
 
 @dataclass(frozen=True)
@@ -77,13 +83,20 @@ def timed_in_turns(calls: Sequence[Call], device: torch.device, seconds: float, 
     """
     for call in calls:
         call()  # compiles, loads libraries, grows thread pools
-    samples = [[timed(call, device)] for call in calls]
-    repeats = [max(1, int(seconds / rounds / sample[0])) for sample in samples]
+    samples = [[timed_with_cores(call, device)] for call in calls]
+    repeats = [max(1, int(seconds / rounds / sample[0][0])) for sample in samples]
     for turn in range(rounds):
         for call, sample, repeat in zip(calls, samples, repeats, strict=True):
-            if sample[0] < seconds or turn in (0, rounds // 2):
-                sample.extend(timed(call, device) for _ in range(repeat))
-    return [Timing.of(sample) for sample in samples]
+            if sample[0][0] < seconds or turn in (0, rounds // 2):
+                sample.extend(timed_with_cores(call, device) for _ in range(repeat))
+    return [Timing.of(*zip(*sample, strict=True)) for sample in samples]
+
+
+def timed_with_cores(call: Call, device: torch.device) -> tuple[float, float]:
+    """Seconds of one call, and seconds of processor time in all threads of this process."""
+    began = time.process_time()
+    seconds = timed(call, device)
+    return seconds, time.process_time() - began
 
 
 def share_of_others(call: Callable[[], Result]) -> tuple[Result, float | None]:

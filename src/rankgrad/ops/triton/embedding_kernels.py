@@ -74,7 +74,11 @@ def tile_for(tiles: Tiles, device: torch.device) -> dict[str, int]:
     """The first tile whose needs the device meets."""
     if device.type != "cuda":
         return tiles[0][1]
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return tile_within(tiles, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def tile_within(tiles: Tiles, memory: int) -> dict[str, int]:
+    """The first tile that needs at most this shared memory."""
     return next(tile for needed, tile in tiles if memory >= needed)
 
 
