@@ -1,4 +1,4 @@
-"""The command line: verbs, versions, help when something is wrong, and the demo in miniature."""
+"""The command line: commands, versions, help when something is wrong, and the demo in miniature."""
 
 import importlib
 import re
@@ -30,16 +30,16 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_help_lists_every_verb(arguments, capsys):
+def test_help_lists_every_command(arguments, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(arguments)
     out = capsys.readouterr().out
-    assert all(f"  {name}" in out and verb.help in out for name, verb in cli.VERBS.items())
+    assert all(f"  {name}" in out and command.help in out for name, command in cli.COMMANDS.items())
 
 
-@pytest.mark.parametrize("verb", cli.VERBS.values(), ids=cli.VERBS)
-def test_every_verb_is_a_function_of_a_module(verb):
-    assert callable(getattr(importlib.import_module(f"rankgrad.cli.{verb.module}"), verb.function))
+@pytest.mark.parametrize("command", cli.COMMANDS.values(), ids=cli.COMMANDS)
+def test_every_command_is_a_function_of_a_module(command):
+    assert callable(getattr(importlib.import_module(f"rankgrad.cli.{command.module}"), command.function))
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_the_rest_of_the_line_and_the_status_pass_through(monkeypatch):
 
 @pytest.mark.parametrize(("module", "extra"), cli.EXTRA_OF.items())
 def test_a_missing_extra_is_named(module, extra, monkeypatch, capsys):
-    def verb(arguments):
+    def command(arguments):
         raise ModuleNotFoundError(f"No module named '{module}.inner'", name=f"{module}.inner")
 
-    monkeypatch.setattr(demo, "main", verb)
+    monkeypatch.setattr(demo, "main", command)
     assert cli.main(["demo"]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"rankgrad demo: this needs {module}.inner. Install it with pip install")
@@ -78,10 +78,10 @@ def test_a_missing_extra_is_named(module, extra, monkeypatch, capsys):
 
 
 def test_a_missing_package_with_a_message_of_its_own(monkeypatch, capsys):
-    def verb(arguments):
+    def command(arguments):
         raise ModuleNotFoundError("--wandb pets needs the package wandb: pip install wandb", name="wandb")
 
-    monkeypatch.setattr(demo, "main", verb)
+    monkeypatch.setattr(demo, "main", command)
     assert cli.main(["demo"]) == 1
     assert capsys.readouterr().err == "rankgrad demo: --wandb pets needs the package wandb: pip install wandb\n"
 
@@ -148,10 +148,10 @@ def test_a_plan_takes_the_default_recipe(tmp_path, capsys):
 
 
 def test_a_bug_is_not_mistaken_for_a_missing_extra(monkeypatch):
-    def verb(arguments):
+    def command(arguments):
         raise ModuleNotFoundError("No module named 'rankgrad.typo'", name="rankgrad.typo")
 
-    monkeypatch.setattr(demo, "main", verb)
+    monkeypatch.setattr(demo, "main", command)
     with pytest.raises(ModuleNotFoundError, match="typo"):
         cli.main(["demo"])
 
@@ -213,14 +213,14 @@ def test_a_wrong_command_line_is_answered_with_one_sentence(arguments, message, 
 def test_a_run_that_cannot_go_on_is_a_sentence_and_a_bug_is_not(monkeypatch, capsys):
     from rankgrad.train.errors import TrainingError
 
-    def verb(error):
+    def command(error):
         def run(arguments):
             raise error
 
         return run
 
-    monkeypatch.setattr(train_commands, "train", verb(TrainingError("the disk is full")))
-    monkeypatch.setattr(train_commands, "evaluate", verb(RuntimeError("a bug")))
+    monkeypatch.setattr(train_commands, "train", command(TrainingError("the disk is full")))
+    monkeypatch.setattr(train_commands, "evaluate", command(RuntimeError("a bug")))
     assert cli.main(["train"]) == 2
     assert capsys.readouterr().err == "rankgrad train: the disk is full\n"
     with pytest.raises(RuntimeError, match="a bug"):
@@ -228,17 +228,17 @@ def test_a_run_that_cannot_go_on_is_a_sentence_and_a_bug_is_not(monkeypatch, cap
 
 
 def test_escapes_in_names_do_not_reach_the_terminal(monkeypatch, capsys):
-    def verb(arguments):
+    def command(arguments):
         raise ValueError("cannot read:\n  \x1b[31mevil\x1b]0;title\x07.jpg")
 
-    monkeypatch.setattr(demo, "main", verb)
+    monkeypatch.setattr(demo, "main", command)
     assert cli.main(["demo"]) == 2
     assert capsys.readouterr().err == "rankgrad demo: cannot read:\n  \\x1b[31mevil\\x1b]0;title\\x07.jpg\n"
 
 
 def test_recipes_and_protocols_are_listed(capsys):
     assert cli.main(["recipes"]) == 0
-    assert re.search(r"^sop-recall-at-k +sop .* R@1 82\.8 +RS@k, Table 2$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^sop-recall-at-k +R@1 82\.8 +RS@k, ResNet-50, batch 4,000", capsys.readouterr().out, re.MULTILINE)
     assert cli.main(["recipes", "sop-recall-at-k"]) == 0
     assert re.search(r"^  batch_size +4000 ", capsys.readouterr().out, re.MULTILINE)
     assert cli.main(["protocols"]) == 0

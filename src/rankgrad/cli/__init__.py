@@ -1,4 +1,4 @@
-"""The `rankgrad` command: a table of verbs."""
+"""The `rankgrad` command: a table of its commands."""
 
 import argparse
 import contextlib
@@ -44,10 +44,10 @@ TRUST_CODE = "--trust-code"
 
 
 @dataclass(frozen=True)
-class Verb:
+class Command:
     """What follows `rankgrad` on the command line: a function of a module in this package, imported when it is called.
 
-    The function takes the arguments after the verb, and the task where several have the verb, and returns the exit status.
+    The function takes the arguments after the command, and the task where several share it, and returns the exit status.
     """
 
     module: str
@@ -60,40 +60,42 @@ class Verb:
         return int(function(arguments, self.task) if self.task else function(arguments))
 
 
-VERBS: Mapping[str, Verb] = {
-    "demo": Verb("demo", "main", "Train on the built-in glyphs with several losses and compare them."),
-    "train": Verb("train_commands", "train", "Train a recipe or your own images, and test the result."),
-    "eval": Verb("train_commands", "evaluate", "Test a trained run again."),
-    "recipes": Verb("show_commands", "recipes", "List the papers' results that can be trained, or show one in full."),
-    "check-data": Verb("data_commands", "check_data", "Read a data set and report what is there and what is wrong."),
-    "plan": Verb("train_commands", "plan", "Measure a training step on this machine: time, memory, chunk size."),
-    "check-equivalence": Verb("train_commands", "check_equivalence", "Verify that several processes compute what one does."),
-    "sweep": Verb("train_commands", "sweep", "Try a grid of settings on validation classes, then test the best."),
-    "study": Verb("train_commands", "study", "Run the papers' ablations on one data set: `rankgrad study omniglot`."),
-    "protocols": Verb("show_commands", "protocols", "Print the evaluation protocols and metrics with their definitions."),
-    "report": Verb("show_commands", "report", "Write one HTML page about runs: curves, tables, retrieved images."),
-    "embed": Verb("search_commands", "main_embed", "Embed images with the network of a run."),
-    "index": Verb("search_commands", "main_index", "Build a search index of embeddings."),
-    "search": Verb("search_commands", "main_search", "Find the images of a gallery that are most similar to an image."),
-    "predict": Verb("search_commands", "main_predict", "Label images by their nearest neighbours in a gallery."),
-    "serve": Verb("search_commands", "main_serve", "Open a local page to search by image."),
-    "duplicates": Verb("duplicates_command", "main", "Find near-duplicates and likely label errors among embedded images."),
-    "card": Verb("card_command", "main", "Write a model card, and a folder with the model to share."),
-    "export": Verb("search_commands", "main_export", "Write the network of a run for use elsewhere."),
-    "figures": Verb("show_commands", "figures", "Draw the papers' figures from new computations."),
-    "detect": Verb("train_commands", "detect", "Train and test object detectors with RaMBO's AP loss."),
+COMMANDS: Mapping[str, Command] = {
+    "demo": Command("demo", "main", "Train on the built-in glyphs with several losses and compare them."),
+    "train": Command("train_commands", "train", "Train a recipe, or your own images or texts, and test the result."),
+    "eval": Command("train_commands", "evaluate", "Test a trained run again."),
+    "recipes": Command("show_commands", "recipes", "List the papers' results that can be trained, or show one in full."),
+    "check-data": Command("data_commands", "check_data", "Read a data set and report what is there and what is wrong."),
+    "plan": Command("train_commands", "plan", "Measure a training step on this machine: time, memory, chunk size."),
+    "check-equivalence": Command("train_commands", "check_equivalence", "Verify that several processes compute what one does."),
+    "sweep": Command("train_commands", "sweep", "Try a grid of settings on validation classes, then test the best."),
+    "study": Command("train_commands", "study", "Run the papers' ablations on one data set: `rankgrad study omniglot`."),
+    "protocols": Command("show_commands", "protocols", "Print the evaluation protocols and metrics with their definitions."),
+    "report": Command("show_commands", "report", "Write one HTML page about runs: curves, tables, what they retrieve."),
+    "embed": Command("search_commands", "main_embed", "Embed images or texts with the network of a run."),
+    "index": Command("search_commands", "main_index", "Build a search index of embeddings."),
+    "search": Command("search_commands", "main_search", "Find the images or texts of a gallery that are most similar to one."),
+    "predict": Command("search_commands", "main_predict", "Label images or texts by their nearest neighbours in a gallery."),
+    "serve": Command("search_commands", "main_serve", "Open a local page to search by image or text."),
+    "duplicates": Command("duplicates_command", "main", "Find near-duplicates and likely label errors among embeddings."),
+    "card": Command("card_command", "main", "Write a model card, and a folder with the model to share."),
+    "export": Command("search_commands", "main_export", "Write the network of a run for use elsewhere."),
+    "figures": Command("show_commands", "figures", "Draw the papers' figures from new computations."),
+    "detect": Command("train_commands", "detect", "Train and test object detectors with RaMBO's AP loss."),
 }
-DETECT_VERBS: Mapping[str, Verb] = {
-    "train": Verb("train_commands", "train", "Train a recipe and test the result.", "detection"),
-    "eval": Verb("train_commands", "evaluate", "Test a trained run again.", "detection"),
-    "report": Verb(
+DETECT_COMMANDS: Mapping[str, Command] = {
+    "train": Command("train_commands", "train", "Train a recipe and test the result.", "detection"),
+    "eval": Command("train_commands", "evaluate", "Test a trained run again.", "detection"),
+    "report": Command(
         "show_commands", "report", "Write one HTML page about runs: AP of classes, curves, images with boxes.", "detection"
     ),
-    "recipes": Verb(
+    "recipes": Command(
         "show_commands", "recipes", "List the paper's results that can be trained, or show one in full.", "detection"
     ),
-    "plan": Verb("train_commands", "plan", "Measure a training step on this machine, and the loss's part in it.", "detection"),
-    "study": Verb("train_commands", "study", "Compare cross-entropy with the AP loss on the same budget.", "detection"),
+    "plan": Command(
+        "train_commands", "plan", "Measure a training step on this machine, and the loss's part in it.", "detection"
+    ),
+    "study": Command("train_commands", "study", "Compare cross-entropy with the AP loss on the same budget.", "detection"),
 }
 
 
@@ -118,7 +120,7 @@ def _run(arguments: list[str]) -> int:
     _trust_factories(arguments, everything=trusting)
     command = " ".join(["rankgrad", *arguments[: 2 if arguments[:1] == ["detect"] else 1]])
     try:
-        return call_verb(VERBS, arguments, command="rankgrad", version=f"rankgrad {_version()}")
+        return call_command(COMMANDS, arguments, prog="rankgrad", version=f"rankgrad {_version()}")
     except ModuleNotFoundError as error:
         message = str(error)
         if message.startswith("No module named"):
@@ -152,22 +154,22 @@ def _trust_factories(arguments: list[str], *, everything: bool) -> None:
             trust_factory(name)
 
 
-def call_verb(verbs: Mapping[str, Verb], arguments: list[str], *, command: str, version: str = "") -> int:
-    """Pass the rest of `arguments` to the verb that comes first among them."""
-    width = max(map(len, verbs))
+def call_command(commands: Mapping[str, Command], arguments: list[str], *, prog: str, version: str = "") -> int:
+    """Pass the rest of `arguments` to the command that comes first among them."""
+    width = max(map(len, commands))
     parser = argparse.ArgumentParser(
-        prog=command,
-        epilog="\n".join(["commands:", *(f"  {name:{width}} {verb.help}" for name, verb in verbs.items())]),
+        prog=prog,
+        epilog="\n".join(["commands:", *(f"  {name:{width}} {command.help}" for name, command in commands.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if version:
         parser.add_argument("--version", action="version", version=version)
-    parser.add_argument("verb", metavar="COMMAND", help="one of those below; COMMAND --help describes its arguments")
+    parser.add_argument("command", metavar="COMMAND", help="one of those below; COMMAND --help describes its arguments")
     parser.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="arguments of the command")
     chosen = parser.parse_args(arguments or ["--help"])
-    if chosen.verb not in verbs:
-        parser.error(f"unknown command {chosen.verb!r}: {did_you_mean(chosen.verb, verbs)}")
-    return verbs[chosen.verb](chosen.rest)
+    if chosen.command not in commands:
+        parser.error(f"unknown command {chosen.command!r}: {did_you_mean(chosen.command, commands)}")
+    return commands[chosen.command](chosen.rest)
 
 
 def _for_the_command_line(error: Exception) -> Exception:

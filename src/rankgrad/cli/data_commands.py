@@ -11,6 +11,7 @@ from rankgrad.cli.parser import Parser
 from rankgrad.data.image_files import UnreadableImageError, unreadable_images
 from rankgrad.data.readers import READERS, DataSet, Reader, find_reader, read
 from rankgrad.data.readers.base import SplitSize
+from rankgrad.data.readers.records import Columns
 from rankgrad.data.table import Table
 
 
@@ -25,6 +26,20 @@ def check_data(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path, nargs="?", help="its folder, or the CSV file")
     parser.add_argument("--partial", action="store_true", help="accept an incomplete copy and list what is absent")
     parser.add_argument("--image-root", metavar="DIR", type=Path, help="folder of the images that a CSV file lists")
+    columns = Columns()
+    for name, about in (("text", "the texts"), ("label", "the classes of texts, or of images of a saved dataset")):
+        parser.add_argument(
+            f"--{name}-column", metavar="NAME", default=getattr(columns, name), help=f"column of {about} [%(default)s]"
+        )
+    parser.add_argument(
+        "--pair-columns",
+        metavar="A,B",
+        default=",".join(columns.pair),
+        help="columns of texts that belong together [%(default)s]",
+    )
+    parser.add_argument(
+        "--image-column", metavar="NAME", default=columns.image, help="column of the images of a saved dataset [%(default)s]"
+    )
     parser.add_argument("--no-decode", dest="decode", action="store_false", help="check names and lists only")
     parser.add_argument("--workers", metavar="N", type=int, help="threads that decode [one per core, 16 at most]")
     given = parser.parse(arguments)
@@ -32,7 +47,8 @@ def check_data(arguments: Sequence[str]) -> int:
         parser.error(f"there is no data set {given.name!r}: {did_you_mean(given.name, READERS)}")
     if given.workers is not None and given.workers < 1:
         parser.error(f"--workers must be at least 1, got {given.workers}")
-    data = read(given.name, given.folder, partial=given.partial, image_root=given.image_root)
+    columns = Columns(given.text_column, given.label_column, tuple(given.pair_columns.split(",")), given.image_column)
+    data = read(given.name, given.folder, partial=given.partial, image_root=given.image_root, columns=columns)
     print(describe(find_reader(given.name), data))
     of_texts = any(split.texts is not None for split in data.splits.values())
     if given.decode and READERS[given.name].needs_folder and not of_texts:

@@ -1,4 +1,4 @@
-"""The verbs around a trained run: embed, index, search, predict, export, serve."""
+"""The commands around a trained run: embed, index, search, predict, export, serve."""
 
 import argparse
 import csv
@@ -43,6 +43,7 @@ def main_embed(arguments: Sequence[str]) -> int:
     parser.add_argument("--partial", action="store_true", help="accept an incomplete copy of the data set")
     parser.add_argument("--image-root", metavar="DIR", type=Path, help="folder of the images that a CSV file lists")
     parser.add_argument("--text-column", metavar="NAME", help="column of the texts [that of the run]")
+    parser.add_argument("--label-column", metavar="NAME", help="column of their labels [that of the run]")
     parser.add_argument("--out", metavar="DIR", type=Path, help="a new folder [RUN/embeddings/NAME of the images]")
     parser.add_argument("--ids", choices=("parquet", "csv"), default="parquet", help="format of the list of images [parquet]")
     parser.add_argument("--skip-bad", action="store_true", help="list images that cannot be read and skip them")
@@ -68,8 +69,9 @@ def main_embed(arguments: Sequence[str]) -> int:
         for note in notes:
             print(f"note: {note}", flush=True)
     elif model.tokenizer is not None:
-        columns = model.recipe.columns
-        images = texts_of_file(given.images, replace(columns, text=given.text_column) if given.text_column else columns)
+        names = {"text": given.text_column, "label": given.label_column}
+        columns = replace(model.recipe.columns, **{kind: name for kind, name in names.items() if name})
+        images = texts_of_file(given.images, columns)
     elif given.images.suffix.lower() == ".csv":
         images = manifest_of_images(given.images, given.image_root)
     else:
@@ -101,7 +103,10 @@ def main_index(arguments: Sequence[str]) -> int:
     out = given.out or given.embeddings
     report = build_index(gallery, out, kind=given.kind, recall=given.recall)
     print(f"{report.kind}: {report.why}\n\n{report.table()}\n")
-    print(f"{report.queries:,} images of the gallery as queries, each excluded from its own results; one at a time, one thread")
+    noun = gallery.images.table.noun
+    print(
+        f"{report.queries:,} {noun}s of the gallery as queries, each excluded from its own results; one at a time, one thread"
+    )
     print(f"Wrote the index to {out}")
     return 0
 
@@ -150,9 +155,11 @@ def main_predict(arguments: Sequence[str]) -> int:
     from rankgrad.search.prediction import predict_labels
     from rankgrad.search.searcher import Searcher
 
-    parser = Parser("rankgrad predict", "Label images by their nearest neighbours in a gallery, as CSV.")
+    parser = Parser("rankgrad predict", "Label images or texts by their nearest neighbours in a gallery, as CSV.")
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run, or of a shared model")
-    parser.add_argument("images", metavar="IMAGES", type=Path, nargs="+", help="images, or folders of them; a file of texts")
+    parser.add_argument(
+        "images", metavar="IMAGES", type=Path, nargs="+", help="images, or folders of them; texts, or files of them"
+    )
     parser.add_argument(
         "--gallery", metavar="EMB", type=Path, required=True, help="folder of embedded images with labels, or of their index"
     )
@@ -187,10 +194,14 @@ def main_predict(arguments: Sequence[str]) -> int:
 
 def _predict_texts(model: TrainedModel, searcher: "Searcher", given: argparse.Namespace) -> int:
     """Labels of the texts of a file, those of the gallery itself without their own vote."""
+    from rankgrad.data.readers.records import FILE_TYPES
     from rankgrad.search.image_lists import texts_of_file
     from rankgrad.search.prediction import predict_labels
 
-    texts = [text for place in given.images for text in texts_of_file(place, model.recipe.columns).table.texts or ()]
+    texts: list[str] = []
+    for place in given.images:
+        is_file = place.exists() or place.suffix in FILE_TYPES
+        texts += (texts_of_file(place, model.recipe.columns).table.texts or ()) if is_file else (str(place),)
     known = searcher.gallery.images.table.texts or ()
     rows = {text: row for row, text in enumerate(known)}
     predictions = predict_labels(searcher, model.embed_texts(texts), given.k, exclude=[rows.get(text, -1) for text in texts])

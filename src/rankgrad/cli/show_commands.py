@@ -1,4 +1,4 @@
-"""The verbs that show something and train nothing: recipes, protocols, report, figures."""
+"""The commands that show something and train nothing: recipes, protocols, report, figures."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ def recipes(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
 
 
 def list_recipes(kind: "type[Recipe]", pattern: str = "") -> str:
-    """A line for each recipe whose name, data or text contains `pattern`."""
+    """What each recipe is whose name, data or text contains `pattern`."""
     from rankgrad.recipes.catalogue import COMMAND_OF, recipes_of
 
     known = recipes_of(kind)
@@ -46,16 +46,16 @@ def list_recipes(kind: "type[Recipe]", pattern: str = "") -> str:
     if not chosen:
         hint = did_you_mean(pattern, known, otherwise=f"`{COMMAND_OF[kind]} recipes` lists all")
         raise ValueError(f"no recipe contains {pattern!r}: {hint}")
-    rows = [(each.name, each.data_set, each.what, *_headline(each)) for each in chosen]
-    return table(["recipe", "data", "what", "published", "source"], rows, align="lllll")
+    rows = [(each.name, *_headline(each)) for each in chosen]
+    return table(["recipe", "published", "what"], rows, align="lll", width=terminal_width())
 
 
 def _headline(recipe: "Recipe") -> tuple[str, str]:
     if not recipe.published:
-        return "", ""
+        return "", recipe.what
     first = next((number for number in recipe.published if not number.split.startswith("mean")), recipe.published[0])
     split = "" if first.split == "test" else f" {first.split}"
-    return f"{first.metric}{split} {_percent(first)}", first.source
+    return f"{first.metric}{split} {_percent(first)}", f"{recipe.what} ({first.source})"
 
 
 def _percent(number: "Published") -> str:

@@ -1,4 +1,4 @@
-"""The verbs that train and test: train, eval, plan, study, sweep, check-equivalence.
+"""The commands that train and test: train, eval, plan, study, sweep, check-equivalence.
 
 Those of `rankgrad detect` are the same functions, called with another task.
 """
@@ -35,10 +35,10 @@ COLUMN_SETTINGS = ("text_column", "label_column", "pair_columns", "image_column"
 
 
 def detect(arguments: Sequence[str]) -> int:
-    """`rankgrad detect VERB`."""
-    from rankgrad.cli import DETECT_VERBS, call_verb
+    """`rankgrad detect COMMAND`."""
+    from rankgrad.cli import DETECT_COMMANDS, call_command
 
-    return call_verb(DETECT_VERBS, list(arguments), command=TASKS["detection"].command)
+    return call_command(DETECT_COMMANDS, list(arguments), prog=TASKS["detection"].command)
 
 
 def train(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
@@ -277,9 +277,9 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return seeds
 
 
-def _recipe_parser(kind: TaskKind, verb: str, description: str, arguments: Sequence[str]) -> Parser:
+def _recipe_parser(kind: TaskKind, name: str, description: str, arguments: Sequence[str]) -> Parser:
     """A parser of RECIPE and its settings, whose help shows the values of the recipe that was named."""
-    prog, known = f"{kind.command} {verb}", recipes_of(kind.recipe)
+    prog, known = f"{kind.command} {name}", recipes_of(kind.recipe)
     recipe = "[RECIPE]" if kind.default else "RECIPE"
     parser = Parser(prog, description, usage=f"{prog} {recipe} [options]; every setting of a recipe is a flag")
     default = f" [{kind.default}]" if kind.default else ""

@@ -83,6 +83,7 @@ class ImageBatches:
     """
 
     item_names: Sequence[str] | None = None
+    noun = "image"
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ class TextBatches:
     """
 
     item_names: Sequence[str] | None = None
+    noun = "text"
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class TaskKind:
 
     Attributes:
         recipe: what its runs are made from.
-        command: the command whose verbs take its recipes.
+        command: the command whose subcommands take its recipes.
         factory: module and class of the task.
         data: what --data is.
         default: name of the recipe to use where none is given.

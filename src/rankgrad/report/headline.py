@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rankgrad._messages import plural
@@ -38,10 +39,12 @@ def description(run: Run) -> str:
     settings, test = run.settings, run.evaluation(None)
     parts = []
     if "loss" in settings:
-        batch = settings.get("batch_size")
+        batch, trunk = settings.get("batch_size"), str(settings.get("trunk"))
+        trunk = Path(trunk).name if Path(trunk).is_absolute() else trunk
         parts += [
             f"{settings['loss']} on {settings.get('data_set')}",
-            f"{settings.get('trunk')}" + (f", {settings['dim']} dimensions" if settings.get("dim") else ""),
+            f"{Path(trunk).name if Path(trunk).is_absolute() else trunk}"
+            + (f", {settings['dim']} dimensions" if settings.get("dim") else ""),
             *([f"batches of {batch:,}"] if isinstance(batch, int) and batch else []),
         ]
     elif test is not None and test.embeddings is not None:

@@ -151,7 +151,8 @@
   function build() {
     const group = groups[state.group];
     Object.assign(state, { run: 0, label: -1 });
-    const search = create("input", { type: "search", ariaLabel: "File name", value: state.name, placeholder: "part of a path" });
+    const [name, part, item] = group.of_texts ? ["Text", "part of a text", "text"] : ["File name", "part of a path", "picture"];
+    const search = create("input", { type: "search", ariaLabel: name, value: state.name, placeholder: part });
     let waiting = 0;
     search.oninput = () => {
       clearTimeout(waiting);
@@ -163,13 +164,13 @@
     const controls = [
       groups.length > 1 ? choice("group", "Test", groups.map((each, place) => [place, each.title])) : null,
       group.runs.length > 1 ? choice("run", "Sorted by", group.runs.map((run, place) => [place, run.name])) : null,
-      choice("order", "Order", [["worst", "Wrong first"], ["best", "Best first"], ["name", "File name"]]),
+      choice("order", "Order", [["worst", "Wrong first"], ["best", "Best first"], ["name", name]]),
       choice("show", "Show", [["all", "All"], ["wrong", "Wrong at rank 1"], ["right", "Right at rank 1"]]),
       choice("label", "Class", [[-1, "All classes"], ...group.classes.map((name, place) => [place, name])]),
-      create("label", {}, "File name", search),
+      create("label", {}, name, search),
     ];
     mount.replaceChildren(
-      create("p", { className: "quiet" }, "Click a picture to enlarge it and to see its own neighbours."),
+      create("p", { className: "quiet" }, `Click a ${item} to ${group.of_texts ? "" : "enlarge it and to "}see its own neighbours.`),
       create("form", { className: "controls", onsubmit: () => false }, ...controls),
       told,
       rows,
@@ -219,7 +220,8 @@
     const src = address(group, item);
     const button = (title, onclick, disabled) => create("button", { type: "button", onclick, disabled }, title);
     const at = group === state.group ? matches.indexOf(item) : -1;
-    const facts = create("div", { className: "facts" }, create("h3", {}, classes[groups[group].class[item]]), create("p", {}, paths[item]));
+    const facts = create("div", { className: "facts" }, create("h3", {}, classes[groups[group].class[item]]));
+    if (!groups[group].of_texts) facts.append(create("p", {}, paths[item]));
     if (category.length && category[item]) facts.append(create("p", {}, category[item]));
     if (runs.length === 1 && summary(group, 0, item)) facts.append(create("p", {}, summary(group, 0, item)));
     const found = strips(group, item);

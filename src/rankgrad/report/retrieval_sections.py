@@ -184,7 +184,7 @@ def embedding_map(groups: Sequence[EvaluationGroup], thumbnails: Thumbnails) -> 
         prefix = f"{member.name}: " if len(members) > 1 else ""
         test = member.evaluation
         if test.embeddings is None or test.table is None or len(test.table) < 3:
-            drawn.append(absent(f"{prefix}A map needs embeddings.npy and table.csv of a test with at least three images."))
+            drawn.append(absent(f"{prefix}A map needs embeddings.npy and table.csv of a test with at least three items."))
             continue
         rows = map_items(test.table)
         vectors = np.asarray(test.embeddings[rows], dtype=np.float32)
@@ -205,7 +205,8 @@ def _maps(member: GroupMember, rows: Index, vectors: NDArray[np.float32], table:
     test = member.evaluation
     assert test.table is not None
     places, method = project(vectors)
-    told = plural(len(rows), "image") + (f" of {len(test.table):,}, sampled at random" if len(rows) < len(test.table) else "")
+    told = plural(len(rows), "text" if test.table.texts else "image")
+    told += f" of {len(test.table):,}, sampled at random" if len(rows) < len(test.table) else ""
     names = [", ".join(filter(None, (test.table.caption(row), test.table.categories[row]))) for row in rows.tolist()]
     drawn = []
     for title, colours, legend in _colourings(test, rows):

@@ -64,12 +64,13 @@ def embed(
     model.eval()
     found: list[Tensor] = []
     index: list[Tensor] = []
+    noun = getattr(batches, "noun", "image")
     try:
         with Progress(len(batches), name, unit="batches", shown=shown) as progress:
             for _, indices, images, _ in batches.iterate(0):
                 found.append(embed_batch(model, images, target, precision).cpu())
                 index.append(indices.cpu())
-                progress.advance(note=f"{sum(map(len, index)):,} images")
+                progress.advance(note=f"{sum(map(len, index)):,} {noun}s")
     finally:
         model.train(was_training)
     order = torch.cat(index)

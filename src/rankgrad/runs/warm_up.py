@@ -52,6 +52,7 @@ class BatchesAfter:
     def __init__(self, batches: Batches, wait: Callable[[], None]) -> None:
         self.batches, self.wait = batches, wait
         self.item_names: Sequence[str] | None = getattr(batches, "item_names", None)
+        self.noun: str = getattr(batches, "noun", "image")
 
     def set_epoch(self, epoch: int) -> None:
         self.batches.set_epoch(epoch)

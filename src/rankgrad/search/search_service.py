@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -70,7 +71,7 @@ class SearchService:
         return {
             "run": model.folder.resolve().name,
             "recipe": model.recipe.name,
-            "trunk": model.recipe.trunk,
+            "trunk": Path(model.recipe.trunk).name if Path(model.recipe.trunk).is_absolute() else model.recipe.trunk,
             "step": model.step,
             "checkpoint": model.checkpoint,
             "debug": model.debug,

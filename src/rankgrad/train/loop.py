@@ -146,6 +146,7 @@ class _Training:
         saves: bool,
     ) -> None:
         self.step, self.batches, self.store, self.saves = step, batches, store, saves
+        self.noun: str = getattr(batches, "noun", "image")
         self.model, self.settings, self.device, self.processes = step.model, step.settings, step.device, step.processes
         self.evaluators, self.select, self.trackers, self.resume_hint = evaluators, select, trackers, resume_hint
         self.total = self.settings.total_steps(len(batches))
@@ -271,7 +272,7 @@ class _Training:
         # on a GPU the loss is that of the step before, which has arrived: reading this one would synchronise
         rate, loss = self.recent_rate.add(len(output.labels)), self.step.guard.loss
         shown = "" if loss is None else f"loss {loss:.4f}, "
-        self.progress.advance(note=f"epoch {self.state.epoch_number}, {shown}{rate:,.0f} images/s")
+        self.progress.advance(note=f"epoch {self.state.epoch_number}, {shown}{rate:,.0f} {self.noun}s/s")
 
     def _log_step(self, output: StepOutput) -> None:
         self.step.flush()  # what follows synchronises anyway, and cannot make sense of NaN
