@@ -5,6 +5,7 @@ file as soon as it is measured, so that an interrupted run keeps what it has.
 """
 
 import argparse
+import csv
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ import torch
 
 from benchmarks.kernel_cases import TINY, Case, Sizes, all_cases, quick_cases
 from benchmarks.kernel_runner import KernelRunner
+from benchmarks.performance import growth
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
         device = torch.device("cuda", torch.cuda.current_device())
     if find_spec("triton") is None:
         return _refuse("the kernels need triton, which is not installed")
-    return KernelRunner(options, device).run(cases)
+    runner = KernelRunner(options, device)
+    status = runner.run(cases)
+    if runner.csv is not None and runner.csv.is_file():
+        with runner.csv.open(newline="") as file:
+            print(f"\ngrowth over the sizes in {runner.csv}\n{growth(list(csv.DictReader(file)))}")
+    return status
 
 
 def _refuse(reason: str) -> int:

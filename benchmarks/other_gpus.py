@@ -1,8 +1,8 @@
 """`python -m benchmarks.other_gpus`: the kernels compiled for GPUs that are not here, what they need and whether it fits.
 
 The launches of every loss are recorded on a CPU, with the tiles that each GPU would get, and compiled for its architecture.
-A row is a kernel with the most shared memory and registers that any of its variants takes, and bytes of registers that are
-spilled. Needs Triton and no GPU; the first run takes minutes, later ones read Triton's cache.
+A row is a kernel: the most bytes of shared memory and the most registers that any of its variants takes, and the most bytes
+of registers that a thread spills. Needs Triton and no GPU; the first run takes minutes, later ones read Triton's cache.
 """
 
 import argparse
@@ -14,12 +14,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from benchmarks.csv_rows import text_table
+from benchmarks.csv_rows import append_csv, text_table
 from benchmarks.presets import PRESETS
 from benchmarks.synthetic import hard_batch
 
@@ -183,6 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--losses", default=",".join(PRESETS), metavar="A,B", help="of %(default)s")
     parser.add_argument("--only", default="", metavar="NAME", help="cards whose name contains this")
     parser.add_argument("--kernels", default="", metavar="PATTERN", help="kernels whose name this regular expression finds")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows to this file")
     given = parser.parse_args(arguments)
     fits = True
     for card in (card for card in CARDS if given.only in card.name):
@@ -193,8 +195,8 @@ def main(arguments: list[str] | None = None) -> int:
             needs.setdefault(launch.name, []).append(compiled(launch, card))
         rows = [
             {
-                "kernel": name, "variants": str(len(found)), "shared memory": f"{max(n.shared for n in found):,}",
-                "registers": str(max(n.registers for n in found)), "spilled bytes": str(max(n.spilled for n in found)),
+                "kernel": name, "variants": str(len(found)), "shared": str(max(n.shared for n in found)),
+                "registers": str(max(n.registers for n in found)), "spilled": str(max(n.spilled for n in found)),
                 "fits": "yes" if all(n.shared <= card.shared for n in found) else "no",
             }
             for name, found in sorted(needs.items())
@@ -202,6 +204,10 @@ def main(arguments: list[str] | None = None) -> int:
         fits = fits and all(row["fits"] == "yes" for row in rows)
         print(f"\n{card.name}: sm_{card.capability}, {card.shared:,} bytes of shared memory")
         print(text_table(rows), flush=True)
+        if given.csv:
+            append_csv(
+                given.csv, [{"card": card.name, "capability": card.capability, "limit": card.shared} | row for row in rows]
+            )
     return 0 if fits else 1
 
 

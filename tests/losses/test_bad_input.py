@@ -2,12 +2,14 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import rankgrad
-from rankgrad import RankLoss
+from rankgrad import Exact, RankLoss
+from rankgrad.ops import functional
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2])
@@ -203,3 +205,14 @@ def test_good_input_passes_validation():
     checked(X, LABELS)
     checked(X, LABELS, X, LABELS, self_index=torch.tensor([0, 1, 2, -1, -1, 5]))
     checked.from_scores(SCORES, RELEVANCE.long() * 3, candidates=torch.ones_like(RELEVANCE))
+
+
+def test_a_gpu_without_kernels_runs_tiled_and_refuses_a_request_for_them(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    on_a_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.float32)
+    assert functional.resolve("auto", on_a_gpu, Exact(), caller="RankLoss") == "tiled"
+    with pytest.raises(RuntimeError, match=r"the kernels need compute capability 8\.0, and this GPU has 7\.5; use"):
+        functional.resolve("triton", on_a_gpu, Exact(), caller="RankLoss")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert functional.resolve("auto", on_a_gpu, Exact(), caller="RankLoss") == "triton"

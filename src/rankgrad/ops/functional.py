@@ -45,6 +45,8 @@ Backend = Literal["auto", "triton", "tiled", "reference"]
 ScorePrecision = Literal["auto", "fast", "high"]
 BACKENDS = ("auto", "triton", "tiled", "reference")
 SCORE_PRECISIONS = ("auto", "fast", "high")
+# Ampere: what Triton supports and the kernels are compiled for in `benchmarks.other_gpus`
+LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,9 @@ def _obstacle(like: Tensor, ranker: Ranker, given_scores: bool) -> str | None:
         return "triton is not installed"
     if not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the tensors are on {like.device} and TRITON_INTERPRET=1 is not set"
+    if like.is_cuda and (capability := torch.cuda.get_device_capability(like.device)) < LEAST_CAPABILITY:
+        wanted, found = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
+        return f"the kernels need compute capability {wanted}, and this GPU has {found}"
     if given_scores and like.dtype == torch.float64:
         return "the kernels compute in float32, and the scores are torch.float64"
     if not given_scores and like.dtype != torch.float32:

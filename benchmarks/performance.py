@@ -1,0 +1,255 @@
+"""`python -m benchmarks.performance`: the tables of docs/performance.md, from the measured rows in benchmarks/results.
+
+A table stands between two comments, so that no figure in it is typed by hand; the text around it is written as usual:
+
+    <!-- table NAME -->
+    ...
+    <!-- end -->
+
+    batch-sizes   time and memory of a loss on a GPU at every size, beside other formulations
+    growth        powers of the batch size that time and memory grow with, fitted over all sizes
+    fits          items of a batch that fit on other GPUs, from the measured bytes of an item
+    other-gpus    what the kernels need on GPUs that were not there
+    rates         images per second of training by stage
+    million       one step on a million items
+    cpu           losses on a CPU
+"""
+
+import argparse
+import csv
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.plot import ENDS
+from rankgrad._files import replace_file
+from rankgrad._messages import markdown_table
+
+ROOT = Path(__file__).parent.parent
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
+TABLE = re.compile(r"(?<=<!-- table )(?P<name>[a-z-]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
+
+GPU = "nvidia-h200"
+LOSSES = {
+    "recall_at_k": "RS@k", "smooth_ap": "Smooth-AP", "fast_ap": "FastAP", "rambo_recall": "RaMBO recall",
+    "rambo_ap": "RaMBO AP",
+}  # fmt: skip
+NETWORKS = {"resnet50": "ResNet-50", "lite0": "EfficientNet-Lite0"}
+# sizes from which on the GPU is busy, and not the host
+BUSY = 16_384
+# share of a GPU's memory that a batch may take beside a network and what libraries hold
+BATCH_SHARE = 0.8
+MEMORIES = (16, 24, 48, 80)
+DIMENSIONS = (128, 512, 2048)
+
+Row = Mapping[str, str]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the tables, or with --check say whether they are up to date."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.performance", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page would change")
+    options = parser.parse_args(arguments)
+    before = PAGE.read_text(encoding="utf-8")
+    text = filled(before, RESULTS)
+    if options.check:
+        print(f"{PAGE} is {'up to date' if text == before else 'not what python -m benchmarks.performance writes'}")
+        return 0 if text == before else 1
+    replace_file(PAGE, text)
+    print(PAGE)
+    return 0
+
+
+def filled(page: str, results: Path) -> str:
+    """The page with its tables made again."""
+
+    def made(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in TABLES:
+            raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
+        file, table = TABLES[name]
+        with (results / f"{file}.csv").open(newline="", encoding="utf-8") as opened:
+            return f"{name} -->\n{table(list(csv.DictReader(opened)))}\n"
+
+    return TABLE.sub(made, page)
+
+
+def batch_sizes(rows: Sequence[Row]) -> str:
+    """RS@k with 3 relevant items and 512 dimensions."""
+    columns = {
+        "fast": ("recall_at_k/ours", "fast"), "high": ("recall_at_k/ours", "high"),
+        "dense, float32": ("recall_at_k/dense", "float32"),
+        "chunked, `torch.compile`, float16": ("recall_at_k/chunked", "float16"),
+        "matrix products alone": ("products/floor", "float16"),
+    }  # fmt: skip
+    found = _latest(rows)
+    sizes = sorted({n for (name, _, n) in found if name == "recall_at_k/ours"})
+    cells = [[f"{n:,}", *(_kernel_cell(found.get((*column, n))) for column in columns.values())] for n in sizes]
+    return markdown_table(["batch size", *columns], cells)
+
+
+def growth(rows: Sequence[Row]) -> str:
+    """Least squares of the logarithms."""
+    found = _latest(rows)
+    cells = []
+    for loss, title in LOSSES.items():
+        for precision in ("fast", "high"):
+            mine = {n: row for (name, kind, n), row in found.items() if (name, kind) == (f"{loss}/ours", precision)}
+            times = {n: float(row["ms"]) for n, row in sorted(mine.items()) if row["ms"]}
+            memory = {n: float(row["MB"]) for n, row in sorted(mine.items()) if row["MB"]}
+            busy = {n: ms for n, ms in times.items() if n >= BUSY}
+            if min(len(busy), len(memory)) < 2:
+                continue
+            sizes = f"{min(times):,} to {max(times):,}"
+            cells.append([f"{title}, {precision}", sizes, *(f"N^{power(values):.2f}" for values in (times, busy, memory))])
+    return markdown_table(["loss", "batch sizes", "time", f"time from {BUSY:,} on", "memory"], cells)
+
+
+def power(values: Mapping[int, float]) -> float:
+    """A of values ~ N^a."""
+    return float(np.polyfit(np.log(list(values)), np.log(list(values.values())), 1)[0])
+
+
+def fits(rows: Sequence[Row]) -> str:
+    """Bytes of an item as measured at the largest size of each dimension, with the embeddings and their gradient."""
+    largest: dict[tuple[int, str], tuple[int, float]] = {}
+    for row in rows:
+        measured = row["row"] == "recall_at_k/ours" and row["relevant"] == "3" and row["MB"] and row["N"].isdecimal()
+        if measured and int(row["d"]) in DIMENSIONS:
+            key, n = (int(row["d"]), row["precision"]), int(row["N"])
+            if n >= largest.get(key, (0, 0.0))[0]:
+                largest[key] = n, float(row["MB"]) * 1e6
+    cells = []
+    for (dim, precision), (n, memory) in sorted(largest.items()):
+        each = memory / n + 2 * 4 * dim
+        cells.append(
+            [str(dim), precision, f"{each / 1e3:.1f} kB", *(_items(gb * 2**30 * BATCH_SHARE / each) for gb in MEMORIES)]
+        )
+    return markdown_table(["dimensions", "precision", "an item takes", *(f"{gb} GB" for gb in MEMORIES)], cells)
+
+
+def _items(count: float) -> str:
+    """Two digits, rounded down."""
+    unit = 10 ** max(math.floor(math.log10(count)) - 1, 0)
+    return f"{int(count // unit * unit):,}"
+
+
+def other_gpus(rows: Sequence[Row]) -> str:
+    """The kernels with the most needs of each card."""
+    cells = []
+    for card in dict.fromkeys(row["card"] for row in rows):
+        mine = [row for row in rows if row["card"] == card]
+        most = max(mine, key=lambda row: int(row["shared"]))
+        spilling = [f"{row['kernel']} {row['spilled']} bytes" for row in mine if int(row["spilled"])]
+        cells.append(
+            [
+                card, f"{int(mine[0]['limit']):,}", f"{int(most['shared']):,} ({most['kernel']})",
+                max((row["registers"] for row in mine), key=int), ", ".join(spilling) or "none",
+            ]
+        )  # fmt: skip
+    return markdown_table(["GPU", "shared memory it has", "most that a kernel takes", "registers", "spilled"], cells)
+
+
+def rates(rows: Sequence[Row]) -> str:
+    """Rows by stage and cut, a column for each network; shares of the bare loop beside them."""
+    networks = list(dict.fromkeys((row["model"], row["pixels"]) for row in rows))
+    stages = list(dict.fromkeys((row["stage"], row["batch"], row["cut"]) for row in rows))
+    found = {(row["model"], row["pixels"], row["stage"], row["batch"], row["cut"]): row for row in rows}
+    cells = []
+    for stage, batch, cut in stages:
+        shown = (_rate(found.get((*network, stage, batch, cut))) for network in networks)
+        cells.append([stage, "" if batch == "0" else f"{int(batch):,}", cut, *shown])
+    header = [f"{NETWORKS.get(model, model)}, {pixels} px" for model, pixels in networks]
+    return markdown_table(["stage", "batch", "cut", *header], cells)
+
+
+def _rate(row: Row | None) -> str:
+    if row is None or not row["images_per_second"]:
+        return row["note"] if row else ""
+    share = f" ({100 * float(row['of_bare']):.0f}%)" if row["of_bare"] and row["stage"] != "bare" else ""
+    return f"{int(row['images_per_second']):,}{share}"
+
+
+def million(rows: Sequence[Row]) -> str:
+    """Time, memory and errors of each precision."""
+    latest = {(row["items"], row["precision"]): row for row in rows}
+    cells = [
+        [
+            f"{int(row['items']):,}", row["precision"], f"{float(row['seconds']):.1f} s",
+            f"{int(row['peak_bytes']) / 1e9:.1f} GB", row["gradient_error"], row["float32_gradient_error"],
+        ]
+        for row in latest.values()
+    ]  # fmt: skip
+    return markdown_table(
+        ["items", "precision", "one step", "memory", "error of the gradient", "of a dense computation in float32"], cells
+    )
+
+
+def cpu(rows: Sequence[Row]) -> str:
+    """The last run: losses by size, and what others take."""
+    last = [row for row in rows if row["date"] == rows[-1]["date"]]
+    names = list(dict.fromkeys(row["formulation"] for row in last))
+    found = {(row["loss"], int(row["N"]), row["formulation"]): row for row in last}
+    places = dict.fromkeys((loss, n) for loss, n, _ in found)
+    cells = [
+        [f"{LOSSES[loss]}, {n:,}", *(_cpu_cell(found.get((loss, n, name))) for name in names)]
+        for loss, n in sorted(places, key=lambda place: (list(LOSSES).index(place[0]), place[1]))
+    ]
+    return markdown_table(["loss, batch size", *("rankgrad" if name == "ours" else name for name in names)], cells)
+
+
+def _cpu_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if not row["core_seconds"]:
+        return row["note"].removeprefix("skipped: ")
+    return f"{_seconds(1e3 * float(row['core_seconds']))}, {_bytes(float(row['peak_bytes']) / 1e6)}"
+
+
+def _latest(rows: Iterable[Row]) -> dict[tuple[str, str, int], Row]:
+    """By name, precision and size, with 3 relevant items and 512 dimensions."""
+    return {
+        (row["row"], row["precision"], int(row["N"])): row
+        for row in rows
+        if row["N"].isdecimal() and (row["relevant"], row["d"]) == ("3", "512")
+    }
+
+
+def _kernel_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if not row["ms"]:
+        return "out of memory" if row["note"].startswith(ENDS) else row["note"]
+    return _seconds(float(row["ms"])) + (f", {_bytes(float(row['MB']))}" if row["MB"] else "")
+
+
+def _seconds(ms: float) -> str:
+    return f"{_two_digits(ms)} ms" if ms < 1000 else f"{_two_digits(ms / 1e3)} s"
+
+
+def _bytes(mb: float) -> str:
+    return f"{mb:.0f} MB" if mb < 1000 else f"{_two_digits(mb / 1e3)} GB"
+
+
+def _two_digits(value: float) -> str:
+    """At least two digits that matter."""
+    return f"{value:.{max(0, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+
+
+TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
+    "batch-sizes": (f"kernels-{GPU}", batch_sizes),
+    "growth": (f"kernels-{GPU}", growth),
+    "fits": (f"kernels-{GPU}", fits),
+    "other-gpus": ("other-gpus", other_gpus),
+    "rates": (f"training-rates-{GPU}", rates),
+    "million": (f"million-items-{GPU}", million),
+    "cpu": ("losses-cpu", cpu),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
