@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "models": set(),
     "eval": {"ops"},
     "train": {"data"},
-    "integrations": {"rankgrad", "data", "models", "search", "train"},
+    "integrations": {"rankgrad", "losses", "data", "models", "search", "train"},
     "runs": {"losses", "data", "models", "eval", "train", "integrations"},
     "detection": {"losses", "ops", "data", "models", "train", "runs", "report"},
     "recipes": {"runs", "detection"},

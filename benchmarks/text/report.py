@@ -27,8 +27,8 @@ one loop that calls every loss through the interface of sentence-transformers. L
 texts of an intent at a time, losses of pairs 2, and no intent comes again in a batch before all the others, which keeps
 false negatives of `MultipleNegativesRankingLoss` as few as they can be. For each loss and data set the learning rate
 and one setting of the loss (of two) were chosen by mAP on validation intents, a quarter of the training intents, with one
-seed; where the lowest of the first three rates was the best, lower ones followed. Under each table the loss of either
-library that is best on the validation intents is compared with that of the other.
+seed{lower}. Under each table the loss of either library that is best on the validation intents is compared with that of
+the other.
 
 *Disjoint*: trained on all texts of half of the intents, tested on all texts of the other half, each against the others.
 *Published*: trained on the published training texts, tested on the published test texts, each against the training
@@ -70,9 +70,11 @@ def report(rows: Sequence[Row], first_rate: float = 0.0) -> str:
     if not main:
         raise ValueError("text_study: the file has no run of the losses yet, only of the choice of rates")
     validation = {key: float(row["mAP"]) for key, row in best_on_validation(rows).items()}
+    lower = any(float(row["lr"]) < first_rate for row in _stage(rows, "choice"))
     head = HEAD.format(
         lowest=sum(rate == min(tried_rates(rows, *key, setting)) for key, (setting, rate) in chosen.items()),
         choices=len(chosen),
+        lower="; where the lowest of the first three rates was the best, lower ones followed" if lower else "",
         texts=f"{int(main[0]['texts']):,}",
         batch=main[0]["batch"],
         steps=int(main[0]["texts"]) // int(main[0]["batch"]),

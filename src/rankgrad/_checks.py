@@ -1,7 +1,7 @@
 """The sentences about wrong arguments, in one place so that they are uniform: who complains, what was wanted, what came."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,12 @@ def as_tensor(values: Tensor | ArrayLike, *, name: str, caller: str) -> Tensor:
 
 
 def check_embeddings(embeddings: Any, *, name: str, caller: str) -> None:
+    if isinstance(embeddings, (list, tuple)) and embeddings and isinstance(embeddings[0], Mapping):
+        raise TypeError(
+            f"{caller}: {name} must be a torch.Tensor, got a list of tokenized texts such as the trainer of "
+            "sentence-transformers passes on. Wrap the loss for it: "
+            "rankgrad.integrations.sentence_transformers.RankLoss(model, loss)"
+        )
     check_tensor(embeddings, name=name, caller=caller)
     if embeddings.ndim != 2:
         raise ValueError(f"{caller}: {name} must be [items, dimensions], got shape {shape_of(embeddings)}")

@@ -60,3 +60,27 @@ def test_the_metrics_of_all_batches_are_logged(tmp_path, loader):
 def test_a_step_that_returns_nothing_is_explained(tmp_path, loader):
     with pytest.raises(TypeError, match="must return a dictionary with 'embeddings' and 'labels', got NoneType"):
         trainer(tmp_path, RetrievalMetrics()).validate(Model(returns_embeddings=False), loader, verbose=False)
+
+
+def test_each_of_several_loaders_has_its_own_metrics(tmp_path, loader):
+    model, callback = Model(), RetrievalMetrics(metrics=["mAP"])
+    half = DataLoader(TensorDataset(INPUTS[:24], LABELS[:24]), batch_size=10)
+    model.validation_step = lambda batch, batch_idx, dataloader_idx=0: Model.validation_step(model, batch, batch_idx)
+    run = trainer(tmp_path, callback)
+    run.validate(model, [loader, half], verbose=False)
+    for number, rows in enumerate((slice(None), slice(24))):
+        expected = rg.evaluate(model.net(INPUTS[rows]).detach(), LABELS[rows])["mAP"]
+        assert run.callback_metrics[f"val_mAP/dataloader_idx_{number}"].item() == pytest.approx(expected)
+
+
+def test_the_sanity_check_may_find_nothing(tmp_path):
+    labels = torch.arange(48) % 24  # the first 24 items have no relevant one among them
+    sparse = DataLoader(TensorDataset(INPUTS, labels), batch_size=12)
+    run = trainer(tmp_path, RetrievalMetrics(metrics=["mAP"]), max_epochs=1, num_sanity_val_steps=2)
+    run.fit(Model(), DataLoader(TensorDataset(INPUTS, labels), batch_size=48), sparse)
+    assert "val_mAP" in run.callback_metrics
+
+
+def test_an_unknown_metric_is_explained(tmp_path, loader):
+    with pytest.raises(ValueError, match="RetrievalMetrics: there is no metric 'MAP'"):
+        trainer(tmp_path, RetrievalMetrics(metrics=["MAP"])).validate(Model(), loader, verbose=False)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pytorch_metric_learning import losses, miners, reducers
+from pytorch_metric_learning import distances, losses, miners, reducers
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from pytorch_metric_learning.utils.loss_and_miner_utils import get_all_pairs_indices
 
@@ -87,3 +87,8 @@ def test_their_wrapper_takes_it_and_their_losses_are_refused():
     assert isinstance(DistributedLossWrapper(pml(rg.SmoothAPLoss())).loss, losses.BaseMetricLossFunction)
     with pytest.raises(TypeError, match=r"pml: loss must be a rank loss such as .*, got TripletMarginLoss"):
         pml(losses.TripletMarginLoss())
+
+
+def test_a_distance_is_refused_and_not_ignored():
+    with pytest.raises(TypeError, match="pml: a rank loss ranks by cosines"):
+        pml(rg.SmoothAPLoss(), distance=distances.LpDistance())

@@ -69,8 +69,8 @@ def test_graded_documents_are_one_list_per_query(model):
     ("columns", "labels", "message"),
     [
         (1, None, "a single text column needs a label column with integer classes"),
-        (3, torch.zeros(4), r"must hold 2 grades per row.*got labels of shape \[4\]"),
-        (3, torch.zeros(4, 3), r"must hold 2 grades per row.*got labels of shape \[4, 3\]"),
+        (3, torch.zeros(4), r"must hold a list of 2 per row.*got labels of shape \[4\]"),
+        (3, torch.zeros(4, 3), r"must hold a list of 2 per row.*got labels of shape \[4, 3\]"),
     ],
 )
 def test_labels_that_do_not_fit_the_columns_are_explained(model, columns, labels, message):
@@ -178,3 +178,8 @@ def test_the_model_card_names_the_loss_and_its_papers(model, tmp_path):
     assert "RankLoss" in card
     assert "SmoothAPLoss" in card
     assert "@inproceedings" in card
+
+
+def test_a_loss_that_is_not_wrapped_is_explained(model):
+    with pytest.raises(TypeError, match=r"SmoothAPLoss: .* tokenized texts .*sentence_transformers.RankLoss\(model, loss\)"):
+        rg.SmoothAPLoss()([features(model, TEXTS[:4])], torch.tensor([0, 0, 1, 1]))

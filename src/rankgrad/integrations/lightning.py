@@ -18,63 +18,89 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 import rankgrad as rg
+from rankgrad._messages import did_you_mean
+from rankgrad.losses.distributed import gather_ragged
 
 
 class RetrievalMetrics(Callback):
     """Collects what `validation_step` and `test_step` return and logs the metrics of `rg.evaluate` at the end of the epoch.
 
-    A step returns a dictionary with "embeddings" [B, d] and "labels" [B]. With several processes the embeddings of all of them
-    are evaluated together; duplicates that a distributed sampler adds count like other items.
+    A step returns a dictionary with "embeddings" [B, d] and "labels" [B]. Each of several dataloaders is evaluated on its own,
+    and its metrics end in "/dataloader_idx_0" and so on. With several processes the embeddings of all of them are evaluated
+    together; duplicates that a distributed sampler adds count like other items. The sanity check before training, which sees
+    too few batches to find anything, is not evaluated.
 
     Args:
         metrics: which metrics to log; all by default.
         prefix: of the logged names, by stage: "val_R@1", "test_R@1".
+
+    Attributes:
+        result: of the last evaluation, of the last dataloader.
     """
 
     def __init__(self, metrics: Sequence[str] | None = None, prefix: Mapping[str, str] | None = None) -> None:
         self.metrics = None if metrics is None else list(metrics)
         self.prefix = {"validate": "val_", "test": "test_"} if prefix is None else dict(prefix)
         self.result: rg.Result | None = None
-        self._embeddings: list[Tensor] = []
-        self._labels: list[Tensor] = []
+        self._start()
 
     def _start(self) -> None:
-        self._embeddings, self._labels = [], []
+        self._collected: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by dataloader
 
-    def _add(self, outputs: Any) -> None:
+    def _add(self, outputs: Any, dataloader: int) -> None:
         if not isinstance(outputs, Mapping) or not {"embeddings", "labels"} <= set(outputs):
             got = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
             raise TypeError(f"RetrievalMetrics: the step must return a dictionary with 'embeddings' and 'labels', got {got}")
-        self._embeddings.append(outputs["embeddings"].detach().float())
-        self._labels.append(outputs["labels"].detach())
+        found = outputs["embeddings"].detach().float(), outputs["labels"].detach()
+        self._collected.setdefault(dataloader, []).append(found)
 
-    def _finish(self, module: LightningModule, stage: str) -> None:
-        if not self._embeddings:
-            return
-        embeddings, labels = torch.cat(self._embeddings), torch.cat(self._labels)
-        if module.trainer.world_size > 1:
-            embeddings = module.all_gather(embeddings).flatten(0, 1)
-            labels = module.all_gather(labels).flatten(0, 1)
-        self.result = rg.evaluate(embeddings, labels)
-        shown = list(self.result) if self.metrics is None else self.metrics
-        prefix = self.prefix[stage]
-        module.log_dict({f"{prefix}{name}": self.result[name] for name in shown}, rank_zero_only=True)
+    def _finish(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        collected = {} if trainer.sanity_checking else self._collected
+        for dataloader, parts in collected.items():
+            embeddings, labels = (torch.cat(columns) for columns in zip(*parts, strict=True))
+            if trainer.world_size > 1:
+                embeddings, labels = gather_ragged(embeddings, None), gather_ragged(labels, None)
+            self.result = rg.evaluate(embeddings, labels)
+            shown = list(self.result) if self.metrics is None else self.metrics
+            if unknown := [name for name in shown if name not in self.result]:
+                raise ValueError(
+                    f"RetrievalMetrics: there is no metric {unknown[0]!r}: {did_you_mean(unknown[0], list(self.result))}"
+                )
+            end = f"/dataloader_idx_{dataloader}" if len(collected) > 1 else ""
+            values = {f"{self.prefix[stage]}{name}{end}": self.result[name] for name in shown}
+            module.log_dict(values, rank_zero_only=True, add_dataloader_idx=False)
         self._start()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start()
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any, **__: Any) -> None:
-        self._add(outputs)
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._add(outputs, dataloader_idx)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(pl_module, "validate")
+        self._finish(trainer, pl_module, "validate")
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start()
 
-    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any, **__: Any) -> None:
-        self._add(outputs)
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._add(outputs, dataloader_idx)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(pl_module, "test")
+        self._finish(trainer, pl_module, "test")

@@ -51,7 +51,8 @@ class RankMetricLoss(BaseMetricLossFunction):
             losses, counted = self._mined(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         else:
             losses = self.loss(embeddings, labels) if in_batch else self.loss(embeddings, labels, ref_emb, ref_labels)
-            same = (labels[:, None] == ref_labels).sum(dim=1)
+            ascending = ref_labels.sort().values
+            same = torch.searchsorted(ascending, labels, right=True) - torch.searchsorted(ascending, labels)
             counted = same > int(in_batch)
         indices = counted.nonzero().view(-1)
         if not len(indices):
@@ -81,6 +82,10 @@ def pml(loss: rg.RankLoss, **kwargs: Any) -> RankMetricLoss:
     """
     if not isinstance(loss, rg.RankLoss):
         raise TypeError(f"pml: loss must be a rank loss such as rg.SmoothAPLoss(), got {type(loss).__name__}")
+    if kwargs.get("distance") is not None:
+        raise TypeError(
+            f"pml: a rank loss ranks by cosines, or by dot products with normalize=False, got distance={kwargs['distance']}"
+        )
     return RankMetricLoss(loss, **kwargs)
 
 

@@ -69,8 +69,8 @@ class RankLoss(nn.Module):
         if labels.ndim == 2 and labels.shape[1] == len(others):
             return self._graded_loss(first, others, labels)
         raise ValueError(
-            f"{self._name}: with {len(embeddings)} text columns the label column must hold {len(others)} grades per row, one "
-            f"for each document, got labels of shape {list(labels.shape)}; remove the label column to train on (anchor, "
+            f"{self._name}: with {len(embeddings)} text columns the label column must hold a list of {len(others)} per row, a "
+            f"grade for each document, got labels of shape {list(labels.shape)}; remove the label column to train on (anchor, "
             "positive) pairs"
         )
 
