@@ -24,9 +24,9 @@ from benchmarks.csv_rows import append_csv, text_table
 from benchmarks.presets import PRESETS
 from benchmarks.synthetic import hard_batch
 
-ITEMS, DIM, PER_CLASS = 512, 512, 4
-# thresholds of a query that choose other tiles, see MANY_THRESHOLDS
-MANY_PER_CLASS = 32
+ITEMS, DIM = 512, 512
+# few thresholds of a query, so many that other tiles are chosen (MANY_THRESHOLDS), and so many that grids pay off
+PER_CLASS = (4, 16, 64)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def launches_of(card: Card, losses: Sequence[str], dim: int = DIM) -> list[Launc
     with recorded(card) as launches:
         for name in losses:
             for precision in ("fast", "high"):
-                for per_class in (PER_CLASS, MANY_PER_CLASS):
+                for per_class in PER_CLASS:
                     embeddings, labels = hard_batch(ITEMS, dim, per_class, device=torch.device("cpu"))
                     loss = PRESETS[name]("triton")
                     loss.precision = precision  # type: ignore[assignment]

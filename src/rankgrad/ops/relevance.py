@@ -22,7 +22,7 @@ from torch import Tensor
 
 # Relevant pairs, padding included, up to which the kernels treat all queries as one group: an objective then is one pass of
 # small launches.
-ONE_GROUP = 2**22
+ONE_GROUP = 2**23
 
 
 def rounded_width(most: int) -> int:

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rankgrad.ops.triton.grid_kernels import deposit
 from rankgrad.ops.triton.lowerings import backward_tile, begin_rows, count_tile
 
 # Rows of a tile of queries, most columns of a tile, step of a product; operands are padded to whole multiples.
@@ -179,12 +180,10 @@ def positives_kernel(
     for i_n in range(first // BN, tl.cdiv(last, BN)):
         o_n = i_n * BN + tl.arange(0, BN)
         b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
-        for p in range(P):
-            b_column = b_start + p
-            b_column += (b_self_inside & (b_column >= b_self)).to(tl.int32)
-            b_here = m_m & (p < b_count) & (b_column >= i_n * BN) & (b_column < (i_n + 1) * BN)
-            b_t = tl.sum(tl.where(o_n[None, :] == b_column[:, None], b_s, 0.0), 1)
-            tl.store(out + tl.cast(p, tl.int64) * num_rows + o_r, b_t, mask=b_here)
+        b_n = tl.broadcast_to(o_n[None, :], [BM, BN])
+        b_is = (b_n >= b_start[:, None]) & (b_n < b_stop[:, None]) & (b_n != b_self[:, None]) & m_m[:, None]
+        b_p = b_n - b_start[:, None] - (b_self_inside[:, None] & (b_n > b_self[:, None])).to(tl.int32)
+        tl.store(out + b_p.to(tl.int64) * num_rows + o_r[:, None], b_s, mask=b_is & (b_p < P))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -239,6 +238,34 @@ def count_kernel(
             b_s, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
             MODE, DELTA, SLOPE, OFFSET, SPLIT, ASM,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
+def deposit_kernel(
+    queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
+    begins, used, moments, first_row, num_rows, num_candidates, tiles_per_split, splits, cells, bits, scale,
+    LISTED: tl.constexpr, RANK_SELF: tl.constexpr, ASM: tl.constexpr,
+    SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The candidates of a split, added to the grids of the queries from first_row on."""
+    # all splits of a tile of queries come together, so that their grids stay in the cache
+    i_split = tl.program_id(0) % splits
+    o_r = (tl.program_id(0) // splits) * BM + tl.arange(0, BM)
+    o_m = first_row + o_r
+    m_m = o_r < num_rows
+    b_start = tl.load(start + o_m, mask=m_m, other=0)
+    b_stop = tl.load(stop + o_m, mask=m_m, other=0)
+    b_self = tl.load(self_index + o_m, mask=m_m, other=-1)
+    first, last = _hidden_columns(b_start, b_stop, b_self)
+    i_stop = tl.minimum((i_split + 1) * tiles_per_split, tl.cdiv(num_candidates, BN))
+    for i_n in range(i_split * tiles_per_split, i_stop):
+        o_n = i_n * BN + tl.arange(0, BN)
+        b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
+        if LISTED:
+            b_s = _hide_listed(b_s, columns, b_start, b_stop, b_self, i_n * BN, o_n, num_candidates, RANK_SELF, BN)
+        elif ((i_n * BN < last) & ((i_n + 1) * BN > first)) | ((i_n + 1) * BN > num_candidates):
+            b_s = _hide(b_s, b_start, b_stop, b_self, o_n, num_candidates, RANK_SELF)
+        deposit(b_s, begins + first_row, used + first_row, moments, o_r, m_m, cells, bits, scale, SPLIT)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
@@ -305,36 +332,57 @@ def backward_kernel(
 @triton.jit
 def gather_kernel(
     partners, partner_order, d_positives, offset, start, self_index, first_partner, last_partner, product, product_scale,
-    product_width, order, out, d, SPLIT: tl.constexpr, ROLE: tl.constexpr, BD: tl.constexpr,
+    product_width, order, out, items, d,
+    SPLIT: tl.constexpr, ROLE: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out[order[i]] = product[i] * scale + sum over the partners j of i in relevant pairs of dL/ds_ij * partner[j].
 
     ROLE 0: i is a query and its partners are candidates. ROLE 1: i is a candidate, its partners are queries. ROLE 2: both.
+    Neighbours in class order share their partners, so a block of items multiplies with a block of partners.
     """
-    i = tl.program_id(0).to(tl.int64)
+    o_i = tl.program_id(0) * BI + tl.arange(0, BI)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
+    m_i = o_i < items
     m_d = o_d < d
-    b_sum = tl.load(product + i * product_width + o_d, mask=m_d, other=0.0)
+    m_o = m_i[:, None] & m_d[None, :]
+    p_product = product + o_i.to(tl.int64)[:, None] * product_width + o_d[None, :]
+    b_sum = tl.load(p_product, mask=m_o, other=0.0)
     if SPLIT:  # what the low parts contributed stands beside
-        b_sum += tl.load(product + i * product_width + product_width // 2 + o_d, mask=m_d, other=0.0)
+        b_sum += tl.load(p_product + product_width // 2, mask=m_o, other=0.0)
     b_sum *= tl.load(product_scale)
-    first = tl.load(first_partner + i)
+    b_first = tl.load(first_partner + o_i, mask=m_i, other=0)
+    b_last = tl.load(last_partner + o_i, mask=m_i, other=0)
+    b_offset = tl.zeros([BI], tl.int64)
+    b_self = tl.full([BI], -1, tl.int32)
     if ROLE != 1:
-        offset_i = tl.load(offset + i)
-        self_i = tl.load(self_index + i)
-    for j in range(first, tl.load(last_partner + i)):
-        weight = 0.0
+        b_offset = tl.load(offset + o_i, mask=m_i, other=0)
+        b_self = tl.load(self_index + o_i, mask=m_i, other=-1)
+    m_any = b_last > b_first
+    for j in range(tl.min(tl.where(m_any, b_first, 2147483647), 0), tl.max(tl.where(m_any, b_last, 0), 0), BJ):
+        o_j = j + tl.arange(0, BJ)
+        b_j = tl.broadcast_to(o_j[None, :], [BI, BJ])
+        m_pair = (b_j >= b_first[:, None]) & (b_j < b_last[:, None])
+        m_j = o_j < tl.max(b_last, 0)
+        b_weight = tl.zeros([BI, BJ], tl.float32)
         if ROLE != 1:  # offset of j among the positives of i: its offset in the class, less i itself if that comes before
-            among = j - first - ((self_i >= first) & (self_i < j)).to(tl.int32)
-            weight += tl.load(d_positives + offset_i + among, mask=j != self_i, other=0.0)
+            m_before = (b_self >= b_first)[:, None] & (b_self[:, None] < b_j)
+            b_among = b_j - b_first[:, None] - m_before.to(tl.int32)
+            m_other = m_pair & (b_j != b_self[:, None])
+            b_weight += tl.load(d_positives + b_offset[:, None] + b_among, mask=m_other, other=0.0)
         if ROLE != 0:
-            start_j = tl.load(start + j)
-            self_j = tl.load(self_index + j)
-            among = i - start_j - ((self_j >= start_j) & (self_j < i)).to(tl.int32)
-            weight += tl.load(d_positives + tl.load(offset + j) + among, mask=self_j != i, other=0.0)
-        row = tl.load(partner_order + j)
-        b_sum += weight * tl.load(partners + row * d + o_d, mask=m_d, other=0.0)
-    tl.store(out + tl.load(order + i) * d + o_d, b_sum, mask=m_d)
+            b_start = tl.load(start + o_j, mask=m_j, other=0)
+            b_self_j = tl.load(self_index + o_j, mask=m_j, other=-1)
+            b_offset_j = tl.load(offset + o_j, mask=m_j, other=0)
+            m_before = (b_self_j >= b_start)[None, :] & (b_self_j[None, :] < o_i[:, None])
+            b_among = o_i[:, None] - b_start[None, :] - m_before.to(tl.int32)
+            m_other = m_pair & (b_self_j[None, :] != o_i[:, None])
+            b_weight += tl.load(d_positives + b_offset_j[None, :] + b_among, mask=m_other, other=0.0)
+        b_row = tl.load(partner_order + o_j, mask=m_j, other=0)
+        p_partner = partners + b_row.to(tl.int64)[:, None] * d + o_d[None, :]
+        b_partner = tl.load(p_partner, mask=m_j[:, None] & m_d[None, :], other=0.0)
+        b_sum = tl.dot(b_weight, b_partner, b_sum, input_precision="ieee")
+    p_out = out + tl.load(order + o_i, mask=m_i, other=0).to(tl.int64)[:, None] * d + o_d[None, :]
+    tl.store(p_out, b_sum, mask=m_o)
 
 
 @triton.jit

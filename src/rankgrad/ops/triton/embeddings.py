@@ -13,6 +13,7 @@ from rankgrad.ops import relevance as relevance_module
 from rankgrad.ops.autograd import SMALLEST_LENGTH, PositiveScores, first_derivative_only
 from rankgrad.ops.pairs import PairRelevance
 from rankgrad.ops.relevance import EngineRelevance, IntervalRelevance, rounded_width
+from rankgrad.ops.triton import grids
 from rankgrad.ops.triton.embedding_kernels import (
     BACKWARD_TILES,
     COUNT_TILES,
@@ -26,6 +27,7 @@ from rankgrad.ops.triton.embedding_kernels import (
     Tiles,
     backward_kernel,
     count_kernel,
+    deposit_kernel,
     gather_kernel,
     listed_positives_kernel,
     normalize_bwd_kernel,
@@ -34,6 +36,7 @@ from rankgrad.ops.triton.embedding_kernels import (
     positives_kernel,
     tile_for,
 )
+from rankgrad.ops.triton.grids import QueryGrids
 from rankgrad.ops.triton.lowerings import BackwardArgs, CountArgs, Lowering
 
 Precision = Literal["fast", "high"]
@@ -43,6 +46,10 @@ Precision = Literal["fast", "high"]
 # million candidates.
 GRADIENT_ROWS = 4096
 GRADIENT_BYTES = 2**32
+
+# Tiles of candidates that a program adds to grids: few queries at a time, so that their grids stay in the cache.
+TILES_EACH = 16
+LOOK_UP = {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 8, "num_stages": 3}
 
 # The gradient of scores is scaled so that its largest possible entry is here; float16 ends at 65,504.
 GRADIENT_PEAK = 2.0**14
@@ -226,6 +233,8 @@ class FusedEmbeddingScores:
         self.scaled: dict[float, dict[str, Tensor]] = {}
         self.kept: list[tuple[Tensor, Tensor] | None] = []  # per row block what a lowering keeps of its counts
         self.asm = queries.is_cuda
+        self.normalized = normalized
+        self.grids: QueryGrids | None = None
 
     def positives(self, block: int) -> PositiveScores:
         rows, width = self.row_blocks[block], self.layout.widths[block]
@@ -234,14 +243,15 @@ class FusedEmbeddingScores:
         num_relevant = self.relevance.num_relevant[rows]
         valid = torch.arange(width, device=self.query_order.device) < num_relevant[:, None]
         common: dict[str, Any] = {"out": scores, "first_row": rows.start, "num_rows": count, "P": width, **self._shape}
-        common |= {**self._operands(self.threshold_scale), **self._tile(COUNT_TILES, SPLIT_COUNT_TILES, width)}
+        tile = self._tile(COUNT_TILES, SPLIT_COUNT_TILES, width)
+        common |= self._operands(self.threshold_scale)
         if width and isinstance(self.relevance, PairRelevance):
             listed, _ = self.relevance.positives(rows, width)
-            listed_positives_kernel[(triton.cdiv(count, TILE),)](positives=listed.int().contiguous(), **common)
+            listed_positives_kernel[(triton.cdiv(count, TILE),)](positives=listed.int().contiguous(), **common, **tile)
             scores.masked_fill_(~valid.t(), torch.inf)
         elif width:
             lists = {name: self.layout.lists[name] for name in ("start", "stop", "self_index", "num_relevant")}
-            positives_kernel[(triton.cdiv(count, TILE),)](**lists, **common)
+            positives_kernel[(triton.cdiv(count, TILE),)](**lists, **common, **self._narrow_tile(width))
         gains = self.relevance.gains(rows, width)
         plain = scores if self.threshold_scale == 1 else scores / self.threshold_scale
         return PositiveScores(
@@ -258,6 +268,10 @@ class FusedEmbeddingScores:
         if self.precision == "high":
             return tile_for(split_tiles, self.query_order.device)
         return tile_for(tiles[num_thresholds >= MANY_THRESHOLDS :], self.query_order.device)
+
+    def _narrow_tile(self, num_thresholds: int) -> dict[str, int]:
+        """For kernels with an address for every score, and scores the same to the last bit as those of counting."""
+        return {**self._tile(COUNT_TILES, SPLIT_COUNT_TILES, num_thresholds), "BN": TILE // 2, "num_warps": 8}
 
     def _operands(self, score_scale: float) -> dict[str, Tensor]:
         """What makes a score, in multiples of 1 / score_scale."""
@@ -284,6 +298,9 @@ class FusedEmbeddingScores:
 
     def count(self, ops: Lowering[Any], thresholds: list[Any], seed: int, *, keep: bool) -> list[Tensor]:
         widths, device = self.layout.widths, self.query_order.device
+        self.grids = self._grids(ops, thresholds)
+        if self.grids:
+            return self._count_on_grids(ops, self.grids)
         if ops.per_positive:
             args = [ops.count_args(*block, device) for block in zip(thresholds, widths, strict=True)]
             found = [self._count(ops, *block) for block in zip(args, self.row_blocks, strict=True)]
@@ -326,6 +343,40 @@ class FusedEmbeddingScores:
         total = sums.sum(dim=1)
         return total[0].t().contiguous(), (total[1], centres) if ops.keeps_slopes else None
 
+    def _grids(self, ops: Lowering[Any], thresholds: list[Any]) -> QueryGrids | None:
+        """Grids of all queries if `ops` can use them and they have so many positives that it pays off."""
+        pairs = sum(width * (rows.stop - rows.start) for width, rows in zip(self.layout.widths, self.row_blocks, strict=True))
+        cells = grids.cells_of_unit_vectors(ops.score_scale)
+        few = pairs < grids.FROM_POSITIVES * len(self.query_order)
+        if few or not ops.on_grids or not self.normalized or cells > grids.MOST_CELLS:
+            return None
+        columns = [of_block.columns for of_block in thresholds]
+        return QueryGrids(columns, self.row_blocks, self.layout.lists["num_relevant"], cells, wide=self.precision == "high")
+
+    def _count_on_grids(self, ops: Lowering[Any], found: QueryGrids) -> list[Tensor]:
+        tile = self._narrow_tile(grids.FROM_POSITIVES)
+        column_tiles = triton.cdiv(self.num_candidates, tile["BN"])
+        splits = triton.cdiv(column_tiles, TILES_EACH)
+
+        def deposit(rows: slice, arguments: dict[str, Any]) -> None:
+            count = rows.stop - rows.start
+            deposit_kernel[(triton.cdiv(count, TILE) * splits,)](
+                **self._operands(ops.score_scale),
+                **self.layout.lists,
+                **arguments,
+                first_row=rows.start,
+                num_rows=count,
+                num_candidates=self.num_candidates,
+                tiles_per_split=TILES_EACH,
+                splits=splits,
+                **self._constants,
+                **tile,
+            )
+
+        sums = found.count(self.num_candidates, deposit, TILE)
+        self.kept = [(total[1], found.begins) for total in sums]
+        return [total[0].t().contiguous() for total in sums]
+
     @property
     def everyone(self) -> slice:
         return slice(0, len(self.query_order))
@@ -338,7 +389,9 @@ class FusedEmbeddingScores:
             of_block.rescale(self.gradient_scale)
         operands = (self.queries,) if self.symmetric else (self.queries, self.candidates)
         self.products = [torch.zeros(operand.plain.shape, device=operand.plain.device) for operand in operands]
-        if ops.per_positive:
+        if self.grids:
+            self._multiply_gradient(ops, [self.grids.backward_args(args)], [self.everyone])
+        elif ops.per_positive:
             self._multiply_gradient(ops, args, self.row_blocks)
         else:
             self._multiply_gradient(ops, [BackwardArgs.joined(args)], [self.everyone])
@@ -376,7 +429,7 @@ class FusedEmbeddingScores:
                 row_args, column_args = args[block], args[other] if self.symmetric else args[block]
                 written = first_column + stride if columns.stop == first_column + width else columns.stop
                 most = max(row_args.num_thresholds, column_args.num_thresholds) if ops.per_positive else 0
-                tile = self._tile(BACKWARD_TILES, SPLIT_BACKWARD_TILES, most)
+                tile = LOOK_UP if self.grids else self._tile(BACKWARD_TILES, SPLIT_BACKWARD_TILES, most)
                 tiles = triton.cdiv(written - start, tile["BN"]) * triton.cdiv(end - begin, TILE)
                 backward_kernel[(tiles,)](
                     **self._operands(ops.score_scale),
@@ -395,7 +448,7 @@ class FusedEmbeddingScores:
                     last_written=written,
                     num_candidates=self.num_candidates,
                     row_width=stride,
-                    **ops.constants,
+                    **(grids.CONSTANTS if self.grids else ops.constants),
                     SYMMETRIC=self.symmetric,
                     GROUP=STRIPE,
                     **self._constants,
@@ -456,8 +509,8 @@ class FusedEmbeddingScores:
         out = torch.empty_like(self.bases[index])
         items, d = out.shape
         other = self.candidates if role != 1 else self.queries
-        block = min(1024, triton.next_power_of_2(d))
-        gather_kernel[(items, triton.cdiv(d, block))](
+        block = min(128, max(16, triton.next_power_of_2(d)))
+        gather_kernel[(triton.cdiv(items, 32), triton.cdiv(d, block))](
             partners=partners,
             partner_order=partner_order,
             d_positives=flat,
@@ -471,8 +524,11 @@ class FusedEmbeddingScores:
             SPLIT=self.precision == "high",
             order=order,
             out=out,
+            items=items,
             d=d,
             ROLE=role,
+            BI=32,
+            BJ=32,
             BD=block,
         )
         return out

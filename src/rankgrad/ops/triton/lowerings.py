@@ -25,20 +25,14 @@ from torch import Tensor
 from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid, UpperBound
 from rankgrad.ops.thresholds import SigmoidThresholds, Thresholds
+from rankgrad.ops.triton.device_functions import reciprocal
+from rankgrad.ops.triton.grid_kernels import look_up
 
 SIGMOID = tl.constexpr(0)
 STEP = tl.constexpr(1)
 RAMP = tl.constexpr(2)
 BOUND = tl.constexpr(3)
-
-
-@triton.jit
-def _reciprocal(b_x, ASM: tl.constexpr):
-    if ASM:  # one instruction, where a division takes six; relative error 2**-23
-        b_y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        b_y = 1.0 / b_x
-    return b_y
+GRID = tl.constexpr(4)
 
 
 @triton.jit
@@ -70,7 +64,7 @@ def _sigmoid(b_x, b_centre, b_t, FACTORED: tl.constexpr, PRECISE: tl.constexpr, 
     b_power = b_x * tl.exp2(b_centre - b_t) if FACTORED else _power(b_x - b_t)
     if PRECISE:
         b_power = tl.minimum(b_power, 1.0e30)
-    b_behind = _reciprocal(1.0 + b_power, ASM)
+    b_behind = reciprocal(1.0 + b_power, ASM)
     return b_power * b_behind if PRECISE else 1.0 - b_behind, b_behind
 
 
@@ -170,16 +164,23 @@ def backward_tile(
 ):  # fmt: skip
     """Adds to a gradient tile what the thresholds of its rows (AXIS 1) or of its columns (AXIS 0) contribute.
 
-    `extra` is the centre of a query's thresholds (SIGMOID) or the scale of its gradient (STEP).
+    `extra` is the centre of a query's thresholds (SIGMOID) or the scale of its gradient (STEP). On grids `thresholds` are where
+    they begin, `weights` are tables of P cells.
     """
     b_extra = tl.zeros([SIZE], tl.float32)
-    if MODE != RAMP:
+    if (MODE != RAMP) and (MODE != GRID):
         b_extra = tl.load(extra + o_r, mask=m_v, other=0.0)
         P = tl.max(tl.load(num_relevant + o_i, mask=m_v, other=0), 0)  # no more than a query of this tile has
     p_t = thresholds + o_r
     p_w = weights + o_r
     p_c = reached + o_r
-    if MODE == SIGMOID:
+    if MODE == GRID:
+        # neighbouring threads read the same table: those of columns have to be rows for that
+        if AXIS == 1:
+            b_g += look_up(b_s, thresholds, weights, o_r, m_v, P)
+        else:
+            b_g += tl.trans(look_up(tl.trans(b_s), thresholds, weights, o_r, m_v, P))
+    elif MODE == SIGMOID:
         # two calls and not one with a branch inside: either the score or its power is alive in the loop
         if tl.max(b_extra, 0) < float("inf"):
             b_g = _add_thresholds(
@@ -235,38 +236,36 @@ def _add_thresholds(
 
 
 @triton.jit(do_not_specialize=("P",))
-def among_kernel(scores, num_relevant, out, P, inverse_tau, BX: tl.constexpr, BY: tl.constexpr):
-    """out[row, x] = sum over the row's positives y of sigmoid((s_y - s_x) / tau), x itself among them."""
+def among_kernel(scores, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr):
+    """out[row, x] = sum over the row's positives y of sigmoid((s_y - s_x) / tau), x itself among them; scale: of base 2."""
     i = tl.program_id(0).to(tl.int64)
     count = tl.load(num_relevant + i)
     o_x = tl.program_id(1) * BX + tl.arange(0, BX)
-    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
-    b_sum = tl.zeros([BX], tl.float32)
+    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0) * scale
+    b_sum = tl.zeros([BY, BX], tl.float32)
     for start in range(0, count, BY):
         o_y = start + tl.arange(0, BY)
-        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=0.0)
-        b_ahead = tl.sigmoid((b_y[None, :] - b_x[:, None]) * inverse_tau)
-        b_sum += tl.sum(tl.where(o_y[None, :] < count, b_ahead, 0.0), 1)
-    tl.store(out + i * P + o_x, b_sum, mask=o_x < P)
+        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=float("-inf")) * scale
+        b_sum += reciprocal(1.0 + tl.exp2(b_x[None, :] - b_y[:, None]), ASM)
+    tl.store(out + i * P + o_x, tl.sum(b_sum, 0), mask=o_x < P)
 
 
 @triton.jit(do_not_specialize=("P",))
-def among_bwd_kernel(scores, weights, num_relevant, out, P, inverse_tau, BX: tl.constexpr, BY: tl.constexpr):
+def among_bwd_kernel(scores, weights, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr):
     """out[row, x] = sum over y of (w_y - w_x) slope((s_y - s_x) / tau): the slope of a sigmoid is even."""
     i = tl.program_id(0).to(tl.int64)
     count = tl.load(num_relevant + i)
     o_x = tl.program_id(1) * BX + tl.arange(0, BX)
-    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
+    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0) * scale
     b_wx = tl.load(weights + i * P + o_x, mask=o_x < count, other=0.0)
-    b_sum = tl.zeros([BX], tl.float32)
+    b_sum = tl.zeros([BY, BX], tl.float32)
     for start in range(0, count, BY):
         o_y = start + tl.arange(0, BY)
-        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=0.0)
+        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=float("-inf")) * scale
         b_wy = tl.load(weights + i * P + o_y, mask=o_y < count, other=0.0)
-        b_ahead = tl.sigmoid((b_y[None, :] - b_x[:, None]) * inverse_tau)
-        b_slope = tl.where(o_y[None, :] < count, b_ahead * (1.0 - b_ahead), 0.0)
-        b_sum += tl.sum((b_wy[None, :] - b_wx[:, None]) * b_slope, 1)
-    tl.store(out + i * P + o_x, tl.where(o_x < count, b_sum, 0.0), mask=o_x < P)
+        b_ahead = reciprocal(1.0 + tl.exp2(b_x[None, :] - b_y[:, None]), ASM)
+        b_sum += (b_wy[:, None] - b_wx[None, :]) * (b_ahead - b_ahead * b_ahead)
+    tl.store(out + i * P + o_x, tl.where(o_x < count, tl.sum(b_sum, 0), 0.0), mask=o_x < P)
 
 
 @triton.jit(do_not_specialize=("P",))
@@ -323,6 +322,13 @@ class BackwardArgs:
         rows = [torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names]
         return cls(rows[0], rows[1], rows[2], torch.stack([part.peak for part in parts]).amax())
 
+    @classmethod
+    def of_tables(cls, begins: Tensor, table: Tensor) -> "BackwardArgs":
+        """Grids and tables of all queries in place of thresholds and weights."""
+        made = cls(begins, table, begins, begins)
+        made.num_thresholds = table.shape[1]
+        return made
+
     def rescale(self, factor: Tensor) -> None:
         """Multiply the gradient by `factor`."""
         if self.reached is None:
@@ -346,6 +352,7 @@ class Lowering(ABC, Generic[R]):
     mode: ClassVar[Any]
     count_dtype: ClassVar[torch.dtype] = torch.float32
     keeps_slopes: ClassVar[bool] = False  # whether counting also sums slopes and stores centres for the gradient
+    on_grids: ClassVar[bool] = False  # whether grids can stand for thresholds where there are many
     per_positive: ClassVar[bool] = True  # whether thresholds are positives, which makes comparisons most of a tile's work
 
     def __init__(self, ranker: R) -> None:
@@ -408,6 +415,7 @@ class SigmoidLowering(Lowering[Sigmoid]):
 
     mode = SIGMOID
     keeps_slopes = True
+    on_grids = True
 
     @property
     def score_scale(self) -> float:
@@ -430,7 +438,8 @@ class SigmoidLowering(Lowering[Sigmoid]):
                 num_relevant=positives.num_relevant,
                 out=among,
                 P=among.shape[1],
-                inverse_tau=1 / self.ranker.tau,
+                scale=self.score_scale,
+                ASM=among.is_cuda,
                 **_among_blocks(among),
             )
         return positives.item_ranks(*positives.add_counts(counts, among + 0.5))
@@ -466,7 +475,8 @@ class SigmoidLowering(Lowering[Sigmoid]):
                 num_relevant=positives.num_relevant,
                 out=gradient,
                 P=gradient.shape[1],
-                inverse_tau=1 / self.ranker.tau,
+                scale=self.score_scale,
+                ASM=gradient.is_cuda,
                 **_among_blocks(gradient),
             )
         return d_thresholds + gradient
@@ -511,8 +521,8 @@ class UpperBoundLowering(Lowering[UpperBound]):
 
 
 def _among_blocks(rows: Tensor) -> dict[str, int]:
-    block = min(64, triton.next_power_of_2(rows.shape[1]))
-    return {"BX": block, "BY": block}
+    width = triton.next_power_of_2(rows.shape[1])
+    return {"BX": min(128, width), "BY": min(8, width), "num_warps": 1}
 
 
 def _among_grid(rows: Tensor) -> tuple[int, int]:

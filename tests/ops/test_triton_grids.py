@@ -1,0 +1,123 @@
+"""Sigmoids on grids, where queries have many positives, against float64: on a GPU, else in Triton's interpreter."""
+
+import pytest
+import torch
+from ops.test_triton_embeddings import DEVICE, assert_as_good_as_float32, embeddings_module, error, poison, run
+from torch import Tensor
+
+import rankgrad as rg
+from rankgrad.ops import relevance
+from rankgrad.ops.triton import grids
+
+__all__ = ["poison"]  # a fixture of every test here, too
+
+# a power that overflows is a sigmoid that is 0 or 1; numpy, under the interpreter, remarks on it
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grids whatever the number of positives; the interpreter takes as long for a large block as for a small one."""
+    monkeypatch.setattr(grids, "FROM_POSITIVES", 0)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(grids, "COLLECT_BLOCK", {"BC": 128, "BP": 32})
+        monkeypatch.setattr(grids, "TABLE_BLOCK", {"BC": 128, "BP": 32})
+
+
+def batch(sizes: list[int], *, dim: int = 12, spread: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Classes of these sizes in random order, so that some queries have many positives and some none."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    centres = torch.randn(len(sizes), dim, generator=generator)
+    embeddings = centres[labels] + spread * torch.randn(len(labels), dim, generator=generator)
+    order = torch.randperm(len(labels), generator=generator)
+    return embeddings[order].to(DEVICE), labels[order].to(DEVICE)
+
+
+@pytest.mark.parametrize("tau", [0.3, 0.05])
+def test_a_ragged_batch_is_as_good_as_in_float32(tau):
+    assert_as_good_as_float32(rg.Sigmoid(tau), *batch([1, 1, 2, 9, 14]))
+
+
+def test_groups_and_chunks_of_queries(monkeypatch):
+    monkeypatch.setattr(relevance, "ONE_GROUP", 0)
+    monkeypatch.setattr(grids, "MOMENT_BYTES", 0)
+    monkeypatch.setattr(embeddings_module, "GRADIENT_ROWS", 128)
+    assert_as_good_as_float32(rg.Sigmoid(0.3), *batch([1] * 110 + [3] * 5 + [12]))
+
+
+def test_queries_against_a_gallery_that_holds_some_of_them():
+    gallery, gallery_labels = batch([3, 8, 12, 1])
+    queries, labels = gallery[4:14].clone(), gallery_labels[4:14].clone()
+    labels[0] = 99
+    self_index = torch.arange(4, 14, device=DEVICE)
+    self_index[5:] = -1
+    assert_as_good_as_float32(rg.Sigmoid(0.2), queries, labels, gallery, gallery_labels, self_index=self_index)
+
+
+def test_pairs_and_the_query_in_its_own_list():
+    embeddings, _ = batch([24])
+    matrix = torch.rand(24, 24, generator=torch.Generator().manual_seed(1)) < 0.3
+    pairs = rg.Pairs(*(part.to(DEVICE) for part in matrix.fill_diagonal_(False).nonzero(as_tuple=True)))
+    assert_as_good_as_float32(rg.Sigmoid(0.2), embeddings, relevance=pairs, rank_self=True)
+
+
+def test_equal_embeddings_tie_and_far_candidates_count_whole():
+    embeddings, labels = batch([10, 14])
+    embeddings[::2] = embeddings[0].clone()
+    embeddings[1::4] = -embeddings[0]
+    losses = [rg.RankLoss(rg.Sigmoid(0.03), rg.AveragePrecision(), backend=b, precision="high") for b in ("tiled", "triton")]
+    exact, fused = run(losses[0], embeddings, labels, dtype=torch.float64), run(losses[1], embeddings, labels)
+    assert torch.isclose(fused[0], exact[0], atol=1e-6, rtol=0)
+    # all at one place, where a cubic between nodes is wrong by 2.3e-6 of the steepest slope at most
+    assert error(fused[1], exact[1]) < 3e-6 + (2**-22 / 0.03 if DEVICE == "cuda" else 0)
+
+
+def test_gradients_of_classes_that_are_far_apart_keep_their_digits():
+    """Every sigmoid is tiny there, and all that is left of the gradient comes from their tails."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(20, device=DEVICE) % 2
+    centres = torch.eye(2, 8, device=DEVICE)
+    embeddings = centres[labels] + 0.02 * torch.randn(20, 8, generator=generator).to(DEVICE)
+    assert_as_good_as_float32(rg.Sigmoid(0.07), embeddings, labels)
+
+
+def test_fast_errs_no_more_than_twice_as_much_as_float16_scores_in_torch():
+    embeddings, labels = batch([1, 2, 9, 20])
+
+    def loss(backend: str) -> rg.RankLoss:
+        return rg.RankLoss(rg.Sigmoid(0.05), rg.AveragePrecision(), backend=backend, precision="fast")
+
+    exact = run(loss("tiled"), embeddings, labels, dtype=torch.float64)
+    rounded = run(loss("tiled"), torch.nn.functional.normalize(embeddings).half().float(), labels)
+    fused = run(loss("triton"), embeddings, labels)
+    assert torch.isclose(fused[0], exact[0], atol=1e-4, rtol=0)
+    assert error(fused[1], exact[1]) <= 2 * error(rounded[1], exact[1]) + 1e-3
+
+
+def test_the_same_input_gives_the_same_bits():
+    loss = rg.RankLoss(rg.Sigmoid(0.2), rg.AveragePrecision(), backend="triton", precision="high", cuda_graphs=False)
+    example = batch([2, 7])
+    assert all(torch.equal(a, b) for a, b in zip(run(loss, *example), run(loss, *example), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ranker", "normalize", "from_positives", "wanted"),
+    [
+        (rg.Sigmoid(0.2), True, 5, True),
+        (rg.Sigmoid(0.2), True, 50, False),  # few positives
+        (rg.Sigmoid(0.2), False, 5, False),  # scores without a bound
+        (rg.Sigmoid(0.001), True, 5, False),  # the grid would be too long
+        (rg.UpperBound(0.2), True, 5, False),  # no grid for its line
+    ],
+    ids=str,
+)
+def test_grids_are_used_where_they_fit_and_pay_off(monkeypatch, ranker, normalize, from_positives, wanted):
+    made = []
+    real = grids.QueryGrids
+    monkeypatch.setattr(grids, "FROM_POSITIVES", from_positives)
+    monkeypatch.setattr(embeddings_module, "QueryGrids", lambda *a, **k: made.append(real(*a, **k)) or made[-1])
+    loss = rg.RankLoss(ranker, rg.AveragePrecision(), normalize=normalize, backend="triton")
+    with torch.no_grad():
+        loss(*batch([4, 10]))
+    assert bool(made) == wanted
