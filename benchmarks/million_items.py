@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plain = dense(embeddings, labels, sample).errors(reference)
     embeddings = embeddings.cpu()  # out of the way of the steps
     worst = 0.0
-    for precision in ("fast", "high"):
+    for precision in ("high", "fast"):
         loss = rg.RecallAtKLoss()
         loss.precision = precision
         step = rg.LargeBatch(model, loss, given.chunk_size, keep=0)
@@ -133,7 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if given.csv:
             append_csv(given.csv, [provenance(device) | row])
-        worst = errors["gradient_error"] / plain["gradient_error"]
+        if precision == "high":
+            worst = errors["gradient_error"] / plain["gradient_error"]
     return 0 if worst < WORSE_AT_MOST else 1
 
 

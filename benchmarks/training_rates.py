@@ -178,11 +178,11 @@ def _train(case: RateCase, machine: Machine) -> float:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         settings = {
-            "data": machine.data, "out": run, "cache": Path(folder) / "cache", "device": machine.device,
+            "data": machine.data, "out": run, "cache": "none", "device": machine.device,
             "trunk": TRUNKS[case.model], "weights": "none", "batch-norm": "frozen", "size": case.size,
             "batch-size": case.batch, "per-class": PER_CLASS, "chunk-size": case.chunk,
             "keep": 0 if case.keep == "none" else "auto", "evaluate-every": 0,
-            "images-per-class": max(EPOCH_STEPS * case.batch // classes, PER_CLASS), "epochs": 2 if case.batch >= 4000 else 3,
+            "images-per-class": max(EPOCH_STEPS * case.batch // classes, PER_CLASS), "epochs": 2,
             "precision": "bf16" if machine.device.type == "cuda" else "float32",
         }  # fmt: skip
         if command_line(["train", *(f"--{name}={value}" for name, value in settings.items())]):

@@ -11,9 +11,13 @@ COMMAND = (sys.executable, "-c", "import sys; from rankgrad.cli import main; sys
 
 # each has another kind of state in its checkpoints
 VARIANTS: Mapping[str, Sequence[str]] = {
-    "memory": ("--loss", "rambo-recall", "--memory", "2", "--chunk-size", "5", "--keep", "1"),
+    "memory": ("--loss", "rambo-recall", "--memory", "2", "--chunk-size", "5", "--keep", "1", "--lr", "1e-4"),
     "simix": ("--loss", "recall-at-k", "--simix", "--optimizer", "sgd", "--lr", "0.01"),
-    "schedule": ("--loss", "fastap", "--schedule", "step", "--milestones", "3,7", "--warmup-steps", "5", "--clip", "0.5"),
+    # a small rate: another number of processes rounds otherwise, and a large one would show that after twenty steps
+    "schedule": (
+        *("--loss", "fastap", "--schedule", "step", "--milestones", "3,7", "--warmup-steps", "5", "--clip", "0.5"),
+        *("--lr", "1e-4"),
+    ),
 }
 SMALL = (
     *("--trunk", "convnet", "--weights", "none", "--size", "24", "--dim", "16", "--batch-norm", "frozen"),
