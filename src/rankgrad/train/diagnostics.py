@@ -67,7 +67,7 @@ class CollapseDetector:
         self.reported = True
         return (
             f"all embeddings fall together: the mean cosine between images is {1 - now:.4f}, it was {1 - first:.4f} at first. "
-            "Most often the learning rate is too high: lower --lr, add --warmup-steps, or start from --whiten"
+            "Most often the learning rate is too high: lower --lr, add --warmup-steps, or from random weights --whiten"
         )
 
 
