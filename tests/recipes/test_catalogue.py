@@ -92,7 +92,18 @@ SETTINGS_OF_ROWS = [
     ("vehicleid-fastap-r18-m256-random", {"sampler": "whole-class", "batch_size": 256}),
     ("sop-rambo-loglog", {"lr": 3e-6, "lam": 4.0, "margin": 0.02, "memory": 3, "per_class": 4, "batches_per_pair": 10}),
     ("inshop-rambo-log", {"lr": 1e-5, "lam": 0.2, "margin": 0.05, "per_class": 8, "batches_per_pair": 4, "weighting": "log"}),
-    ("cub-rambo-loglog", {"lr": 5e-6, "lam": 0.2, "sampler": "class-balanced", "milestones": (35,), "epochs": 80}),
+    (
+        "cub-rambo-loglog",
+        {
+            "lr": 5e-6,
+            "lam": 4.0,
+            "crop": "resized",
+            "pool": "gem",
+            "sampler": "class-balanced",
+            "milestones": (35,),
+            "epochs": 80,
+        },
+    ),
     ("cub-rambo-loglog-no-margin", {"margin": 0.0, "memory": 3}),
     ("sop-rambo-loglog-no-memory", {"margin": 0.02, "memory": 0}),
     ("sop-recall-at-k", {"lr": 2e-4, "milestones": (25, 50), "epochs": 55, "batch_size": 4000, "chunk_size": 200}),
@@ -185,11 +196,13 @@ def test_rows_of_papers_say_where_each_setting_is_from():
         is_row = isinstance(recipe, RetrievalRecipe) and bool(recipe.published)
         assert not is_row or recipe.source_of("loss") in ("paper", "code"), name
         assert not is_row or recipe.source_of("lr") != "ours", name
-    assert find("cub-rambo-loglog").source_of("lam") == "recalled"
-    assert find("cub-rambo-loglog").source_of("batch_norm") == "ours"
+    assert find("inshop-rambo-log").source_of("lam") == "recalled"
+    assert find("inshop-rambo-log").source_of("crop") == "paper"
+    changed = {name: find("cub-rambo-loglog").source_of(name) for name in ("batch_norm", "crop", "aspect", "pool", "lam", "lr")}
+    assert changed == {**dict.fromkeys(changed, "ours"), "lr": "recalled"}
     assert find("cars-recall-at-k").source_of("milestones") == "code"
     assert find("own-images").source_of("lr") is None
-    shown = describe_recipe(find("cub-rambo-loglog"))
+    shown = describe_recipe(find("inshop-rambo-log"))
     assert re.search(r"^  setting +value +from +meaning$", shown, re.MULTILINE)
     assert re.search(r"^  lam +0\.2 +recalled ", shown, re.MULTILINE)
     assert not re.search(r"^  setting .* from ", describe_recipe(find("own-images")), re.MULTILINE)

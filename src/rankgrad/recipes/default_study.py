@@ -9,6 +9,7 @@ from typing import Any
 from rankgrad.recipes.starters import OWN_IMAGES
 from rankgrad.runs.study import Study, Variation
 
+PROXIES: dict[str, Any] = {"proxy_weight": 0.4, "loss_lr": 100.0}
 LINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("loss", "as they are", {}),
     ("loss", "smooth-ap", {"loss": "smooth-ap"}),
@@ -16,6 +17,9 @@ LINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("loss", "fastap", {"loss": "fastap"}),
     ("loss", "rambo-ap", {"loss": "rambo-ap"}),
     ("loss", "recall-at-k, simix", {"simix": True}),
+    ("loss", "recall-at-k, proxies", PROXIES),
+    ("loss", "recall-at-k, proxy anchors", {**PROXIES, "proxy_loss": "anchor"}),
+    ("loss", "3e-4, proxies", {"lr": 3e-4, **PROXIES}),
     ("learning rate", "3e-5", {"lr": 3e-5}),
     ("learning rate", "3e-4", {"lr": 3e-4}),
     ("learning rate", "1e-3", {"lr": 1e-3}),

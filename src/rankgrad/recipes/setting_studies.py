@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankgrad.recipes.loss_studies import CARS
-from rankgrad.recipes.rambo import OF_DATA
+from rankgrad.recipes.rambo import RECALLED
 from rankgrad.recipes.recall_at_k import SIMIX_KS, resnet
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.study import Study, Variation
@@ -49,9 +49,9 @@ IMAGES_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("112 of 256 pixels, crops of at least 0.08", {"size": 112, "train_side": 256, "crop_scale": 0.08}),
 )
 
-# the recipe of CUB on Cars196 with a small network, 20 of its 80 epochs
+# the recalled settings of CUB-200 on Cars196 with a small network, 20 of the 80 epochs
 RAMBO = replace(
-    OF_DATA["cub"],
+    RECALLED["cub"],
     name="cars-rambo-short",
     data_set="cars",
     size=160,
