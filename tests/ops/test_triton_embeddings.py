@@ -6,8 +6,8 @@ from torch import Tensor
 
 import rankgrad as rg
 from rankgrad.ops import relevance
+from rankgrad.ops.labels import IntervalRelevance
 from rankgrad.ops.rankers import Sigmoid, UpperBound
-from rankgrad.ops.relevance import IntervalRelevance
 
 pytest.importorskip("triton")
 embeddings_module = pytest.importorskip("rankgrad.ops.triton.embeddings")
@@ -197,7 +197,7 @@ def test_a_request_that_cannot_be_met_is_refused_with_its_reason(monkeypatch):
 
 
 def test_precision_follows_the_embeddings_and_autocast():
-    from rankgrad.ops.functional import resolve_precision
+    from rankgrad.ops.backends import resolve_precision
 
     embeddings = torch.zeros(2, 2, device=DEVICE)
     assert resolve_precision("auto", embeddings) == "high"

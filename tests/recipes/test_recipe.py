@@ -195,7 +195,7 @@ def test_registries_and_literal_types_are_the_choices():
 def test_a_preset_is_a_choice_of_the_command_line_where_it_is_defined():
     code = """
         import rankgrad as rg
-        from rankgrad.losses.rank_loss import PRESETS, preset
+        from rankgrad.losses.preset_registry import PRESETS, preset
 
         @preset("sharper-ap", tau="tau")
         class SharperAPLoss(rg.SmoothAPLoss):

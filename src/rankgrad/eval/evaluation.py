@@ -18,8 +18,9 @@ from rankgrad.eval.protocols import PROTOCOLS, EvaluationInputs, planned
 from rankgrad.eval.relevant_pairs import GradedPairs, LevelPairs, SameLabelPairs, SparsePairs
 from rankgrad.eval.result import Protocol, Result
 from rankgrad.eval.revisited import revisited
-from rankgrad.ops.functional import Backend, resolve
+from rankgrad.ops.backends import resolve
 from rankgrad.ops.levels import Levels
+from rankgrad.ops.loss_config import Backend
 from rankgrad.ops.pairs import Pairs
 from rankgrad.ops.rankers import Exact
 

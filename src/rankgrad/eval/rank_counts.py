@@ -24,7 +24,7 @@ from torch import Tensor
 from rankgrad.eval.embedding_blocks import EmbeddingRows, Index, row_tile
 from rankgrad.eval.relevant_pairs import RelevantPairs, SameLabelPairs
 from rankgrad.ops.functional import exact_counts
-from rankgrad.ops.relevance import IntervalRelevance, Labels
+from rankgrad.ops.labels import IntervalRelevance, Labels
 from rankgrad.ops.sources import split, tile_side
 from rankgrad.ops.thresholds import BUCKETS_EACH, FEW_THRESHOLDS, MOST_BUCKETS, Thresholds
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from rankgrad._checks import check_count, check_cut, check_not_negative
-from rankgrad.losses.rank_loss import RankLoss, preset
+from rankgrad.losses.preset_registry import preset
+from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.ops.autograd import Ranks
 from rankgrad.ops.rankers import Blackbox, Histogram, Sigmoid, UpperBound
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rankgrad._checks import check_cut
-from rankgrad.losses.rank_loss import RankLoss, preset
+from rankgrad.losses.preset_registry import preset
+from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.ops.autograd import Ranks, at_least
 from rankgrad.ops.rankers import Sigmoid
 

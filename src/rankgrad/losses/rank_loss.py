@@ -1,8 +1,7 @@
-"""The general form of every loss here, scores x ranker x objective, and the registry of named losses."""
+"""The general form of every loss here: scores x ranker x objective."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,20 +11,12 @@ from rankgrad.losses.temperature import Temperature
 from rankgrad.ops.autograd import Objective
 from rankgrad.ops.compiled import CompilableLoss
 from rankgrad.ops.cuda_graphs import GraphCache
-from rankgrad.ops.functional import (
-    BACKENDS,
-    SCORE_PRECISIONS,
-    Backend,
-    Compute,
-    LossConfig,
-    Reduction,
-    ScorePrecision,
-    embedding_losses,
-    score_losses,
-)
+from rankgrad.ops.functional import embedding_losses, score_losses
+from rankgrad.ops.labels import Labels
+from rankgrad.ops.loss_config import BACKENDS, SCORE_PRECISIONS, Backend, Compute, LossConfig, Reduction, ScorePrecision
 from rankgrad.ops.masks import Mask
 from rankgrad.ops.rankers import Ranker
-from rankgrad.ops.relevance import Labels, Relevance, RelevanceInput, labels_or_relevance
+from rankgrad.ops.relevance import Relevance, RelevanceInput, labels_or_relevance
 from rankgrad.ops.score_groups import Groups
 
 
@@ -270,30 +261,3 @@ class RankLoss(CompilableLoss):
     def clear_graphs(self) -> None:
         """Free the GPU memory of captured CUDA graphs, at the end of a training run for instance."""
         self._graphs.clear()
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A named loss of the command line."""
-
-    loss: Callable[..., RankLoss]
-    settings: Mapping[str, str]  # constructor argument -> name of the setting it is given by
-
-    def build(self, settings: Any, **options: Any) -> RankLoss:
-        """The loss with the attributes of `settings` as arguments, and `options` of any `RankLoss`."""
-        return self.loss(**{argument: getattr(settings, setting) for argument, setting in self.settings.items()}, **options)
-
-
-PRESETS: dict[str, Preset] = {}
-
-L = TypeVar("L", bound=RankLoss)
-
-
-def preset(name: str, **settings: str) -> Callable[[type[L]], type[L]]:
-    """Register a loss as `name`; each keyword is a constructor argument and names the setting that provides it."""
-
-    def register(loss: type[L]) -> type[L]:
-        PRESETS[name] = Preset(loss, settings)
-        return loss
-
-    return register

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rankgrad._checks import check_choice, check_count, check_not_negative, check_positive
-from rankgrad.losses.rank_loss import RankLoss, preset
+from rankgrad.losses.preset_registry import preset
+from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.ops.autograd import Ranks, at_least
 from rankgrad.ops.rankers import Blackbox, Sigmoid
 

@@ -10,8 +10,9 @@ from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.recall import RecallAtK, RecallAtKLoss
 from rankgrad.ops.compiled import CompilableLoss
 from rankgrad.ops.functional import Mixture
+from rankgrad.ops.labels import Labels
 from rankgrad.ops.levels import Levels
-from rankgrad.ops.relevance import Labels, Relevance, RelevanceInput, labels_or_relevance
+from rankgrad.ops.relevance import Relevance, RelevanceInput, labels_or_relevance
 
 PAPER_KS = (1, 2, 4, 8, 16)
 PAPER_KS_WITH_SIMIX = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)

@@ -1,30 +1,28 @@
-"""Losses of embeddings and of given scores: backend choice, the one-tile case and CUDA graphs live here and nowhere else.
+"""Losses of embeddings and of given scores: the one-tile case and CUDA graphs live here and nowhere else.
 
-    embedding_losses   queries against candidates, both as embeddings
-    two_way_losses     the mean of that and of the candidates against the queries
-    score_losses       lists of ready scores
-    exact_counts       exact ranks on the kernels, for evaluation
-
-An explicit request for a backend is honoured or refused, never replaced.
+embedding_losses   queries against candidates, both as embeddings
+two_way_losses     the mean of that and of the candidates against the queries
+score_losses       lists of ready scores
+exact_counts       exact ranks on the kernels, for evaluation
 """
 
-import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from rankgrad.ops import reference
-from rankgrad.ops.autograd import Objective, RankCall, RankOps, ScoreSource, normalize_rows, rank_losses, reduced
+from rankgrad.ops.autograd import RankCall, RankOps, ScoreSource, normalize_rows, rank_losses, reduced
+from rankgrad.ops.backends import lowering_for, resolve, resolve_precision
 from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
+from rankgrad.ops.labels import Labels
+from rankgrad.ops.loss_config import Compute, LossConfig, LossOutput, Queries, is_wide
 from rankgrad.ops.masks import Mask
-from rankgrad.ops.rankers import Exact, Ranker
-from rankgrad.ops.relevance import EngineRelevance, Labels, RelevanceInput
+from rankgrad.ops.rankers import Exact
+from rankgrad.ops.relevance import EngineRelevance, RelevanceInput
 from rankgrad.ops.sources import (
     DenseRows,
     EmbeddingScores,
@@ -41,155 +39,11 @@ if TYPE_CHECKING:
     from rankgrad.ops.triton.lowerings import Lowering
 
 Mixture = tuple[Tensor, Tensor, Tensor]  # first, second, alpha: see MixedRows
-Backend = Literal["auto", "triton", "tiled", "reference"]
-ScorePrecision = Literal["auto", "fast", "high"]
-BACKENDS = ("auto", "triton", "tiled", "reference")
-SCORE_PRECISIONS = ("auto", "fast", "high")
-# Ampere: what Triton supports and the kernels are compiled for in `benchmarks.other_gpus`
-LEAST_CAPABILITY = (8, 0)
-
-
-@dataclass(frozen=True)
-class Compute:
-    """How losses are computed; `RankLoss` documents the fields."""
-
-    normalize: bool = True
-    backend: Backend = "auto"
-    precision: ScorePrecision = "auto"
-    cuda_graphs: bool = True
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How the losses of queries become one loss; `RankLoss` documents the fields."""
-
-    kind: Literal["mean", "none"] = "mean"
-    empty_query: Literal["skip", "zero", "error"] = "skip"
-
-    def used_queries(self, num_relevant: Tensor, caller: str) -> Tensor:
-        """[] queries with a relevant candidate. Synchronises only where empty queries are refused."""
-        used = (num_relevant > 0).sum()
-        if self.empty_query == "error" and (empty := len(num_relevant) - int(used)):
-            raise ValueError(
-                f"{caller}: empty_query='error' and {empty} of {len(num_relevant)} queries have no relevant candidate"
-            )
-        return used
-
-    def query_weights(self, queries: "Queries", used: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor:
-        """[] or [Q] weight of a query in the mean: its own over the sum of those that count, 1 / used where none are given.
-
-        They are the same whatever `kind` is, so that (losses * query_weights).sum() is the mean. NaN where `tensors` hold NaN,
-        which makes the loss NaN too. `used` None: every query has a relevant candidate.
-        """
-        like = tensors[0]
-        dtype = like.dtype if _is_wide(like) else torch.float32
-        if queries.weights is not None:
-            weights = queries.weights.to(like.device, dtype)
-            if self.empty_query != "zero":
-                weights = torch.where(queries.num_relevant.to(like.device) > 0, weights, 0)
-            total = weights.sum()
-            weights = weights / torch.where(total == 0, 1, total)
-        elif self.empty_query == "zero" or used is None:
-            weights = torch.full((), 1 / queries.num_relevant.shape[0], dtype=dtype, device=like.device)
-        else:
-            weights = used.clamp(min=1).to(like.device, dtype, non_blocking=True).reciprocal()
-        for tensor in tensors:
-            largest = tensor.detach().amax()
-            if largest.device.type == "cpu":
-                weights = weights * torch.nan if math.isnan(largest.item()) else weights
-            else:  # without synchronising
-                weights = torch.where(largest.isnan(), torch.nan, weights)
-        return weights
-
-
-@dataclass(frozen=True)
-class Queries:
-    """The queries that a mean is over, which may be more than those of a call."""
-
-    num_relevant: Tensor  # [Q], in the caller's order if there are weights
-    weights: Tensor | None = None  # [Q]
-    shard: slice | None = None  # the queries of this call
-    none_empty: bool = False  # known to have relevant candidates each
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """All settings of a loss."""
-
-    ranker: Ranker
-    objective: Objective
-    reduction: Reduction = Reduction()
-    compute: Compute = Compute()
-
-
-class LossOutput(NamedTuple):
-    """What a call returns."""
-
-    loss: Tensor
-    used_queries: Tensor  # [] queries with a relevant candidate
-    query_weights: Tensor  # [] or [Q] weight of a query in the mean
-
-
-def resolve(
-    backend: Backend, like: Tensor, ranker: Ranker, *, caller: str, given: tuple[int, int] | None = None
-) -> Literal["triton", "tiled", "reference"]:
-    """The backend for embeddings like `like`, or for scores like it, `given` as (lists, length).
-
-    On a CPU the kernels run only on request, in Triton's interpreter.
-    """
-    if backend in ("tiled", "reference") or (backend == "auto" and not like.is_cuda):
-        return "reference" if backend == "reference" else "tiled"
-    reason = _obstacle(like, ranker, given is not None)
-    if reason and backend == "triton":
-        raise RuntimeError(f"{caller}: backend='triton' cannot run here: {reason}; use backend='auto' or 'tiled'")
-    if reason is None and given is not None and backend == "auto":
-        from rankgrad.ops.triton.scores import pays_off
-
-        return "triton" if pays_off(*given) else "tiled"
-    return "tiled" if reason else "triton"
-
-
-def _obstacle(like: Tensor, ranker: Ranker, given_scores: bool) -> str | None:
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    if not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the tensors are on {like.device} and TRITON_INTERPRET=1 is not set"
-    if like.is_cuda and (capability := torch.cuda.get_device_capability(like.device)) < LEAST_CAPABILITY:
-        wanted, found = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
-        return f"the kernels need compute capability {wanted}, and this GPU has {found}"
-    if given_scores and like.dtype == torch.float64:
-        return "the kernels compute in float32, and the scores are torch.float64"
-    if not given_scores and like.dtype != torch.float32:
-        return f"the kernels compute in float32, and the embeddings are {like.dtype}"
-    from rankgrad.ops.triton.lowerings import lowering_of
-
-    where = " on given scores" if given_scores else ""
-    return None if lowering_of(ranker, given_scores=given_scores) else f"there is no kernel for {ranker}{where}"
-
-
-def _lowering(ranker: Ranker, *, given_scores: bool) -> "Lowering[Any]":
-    from rankgrad.ops.triton.lowerings import lowering_of
-
-    lowering = lowering_of(ranker, given_scores=given_scores)
-    assert lowering is not None, "the backend was resolved"
-    return lowering
-
-
-def resolve_precision(precision: ScorePrecision, embeddings: Tensor) -> Literal["fast", "high"]:
-    """Precision of the kernels for embeddings as the caller gave them."""
-    if precision != "auto":
-        return precision
-    half = embeddings.dtype in (torch.float16, torch.bfloat16)
-    return "fast" if half or torch.is_autocast_enabled(embeddings.device.type) else "high"
-
-
-def _is_wide(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float32, torch.float64)
 
 
 def _prepared(embeddings: Tensor, compute: Compute, backend: str) -> Tensor:
     """Embeddings as they enter the scores: in float32 at least, and of length 1 if so chosen."""
-    wide = embeddings if _is_wide(embeddings) else embeddings.float()
+    wide = embeddings if is_wide(embeddings) else embeddings.float()
     if not compute.normalize:
         return wide
     if backend == "triton":
@@ -241,7 +95,7 @@ def embedding_losses(
         queries, candidates, config = _scaled(queries, candidates, score_scale, config)
     compute, ranker = config.compute, config.ranker
     precision = resolve_precision(compute.precision, queries)
-    like = queries if _is_wide(queries) else queries.new_empty(0, dtype=torch.float32)
+    like = queries if is_wide(queries) else queries.new_empty(0, dtype=torch.float32)
     backend = resolve(compute.backend, like, ranker, caller=caller)
     capturable = relevance.capturable and candidates is None and mixture is None and shard is None
     if graphs is not None and capturable and backend == "triton":
@@ -276,7 +130,7 @@ def embedding_losses(
     built = relevance.build()
     ops: RankOps = ranker
     if backend == "triton":
-        ops = lowering = _lowering(ranker, given_scores=False)
+        ops = lowering = lowering_for(ranker, given_scores=False)
         open_source = _fused_source(built, rows.device, precision, normalized=compute.normalize, ops=lowering)
     else:
         open_source = _tiled_source(built, rows.device, mixture, candidate_mixture)
@@ -302,7 +156,7 @@ def two_way_losses(
         assert scaled is not None
         second = scaled
     compute, ranker = config.compute, config.ranker
-    like = first if _is_wide(first) else first.new_empty(0, dtype=torch.float32)
+    like = first if is_wide(first) else first.new_empty(0, dtype=torch.float32)
     backend = resolve(compute.backend, like, ranker, caller=caller)
     if backend != "tiled" or is_one_tile(len(first), len(second), first.device):
         there = embedding_losses(first, second, relevance, config, caller=caller)
@@ -372,7 +226,7 @@ def score_program(like: Tensor, lists: tuple[int, int], config: LossConfig, *, c
 
     if lists[0] * lists[1] > MOST_CAPTURED:
         return None
-    ops = _lowering(config.ranker, given_scores=True)
+    ops = lowering_for(config.ranker, given_scores=True)
 
     def build(relevance: Tensor) -> tuple[CountedMask, Tensor]:
         counted = CountedMask.of(relevance)
@@ -389,7 +243,7 @@ def exact_counts(
     queries: Tensor, candidates: Tensor, relevance: Labels, *, normalized: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Irrelevant candidates at or above each positive, by the kernels: for groups of queries (indices, counts, valid)."""
-    built, ops = relevance.build(), _lowering(Exact(), given_scores=False)
+    built, ops = relevance.build(), lowering_for(Exact(), given_scores=False)
     source = _fused_source(built, queries.device, "high", normalized=normalized, ops=ops)(queries, candidates)
     positives = [source.positives(block) for block in range(len(source.row_blocks))]
     counts = source.count(ops, [ops.thresholds(items, 0) for items in positives], 0, keep=False)
@@ -444,7 +298,7 @@ def _of_scores(
     if backend == "triton":
         from rankgrad.ops.triton.scores import FusedGivenScores
 
-        source, ops = partial(FusedGivenScores, relevance=built), _lowering(config.ranker, given_scores=True)
+        source, ops = partial(FusedGivenScores, relevance=built), lowering_for(config.ranker, given_scores=True)
     return _run(source, ops, config, everyone, (scores,), caller, ranked=ranked)
 
 
@@ -517,7 +371,7 @@ def _replayed(
     """The loss of a small batch by CUDA graphs; None where it must run as usual."""
     if len(embeddings) > MOST_ROWS or not _may_capture(embeddings, config):
         return None
-    ops = _lowering(config.ranker, given_scores=False)
+    ops = lowering_for(config.ranker, given_scores=False)
 
     def build(*tensors: Tensor) -> tuple[tuple[EngineRelevance, Queries], Tensor]:
         of_queries = None if weights is None else tensors[-1]

@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from rankgrad._checks import GAINS, as_tensor, shape_of
-from rankgrad.ops.relevance import IntervalRelevance, Labels, TileRelevance, level_gains
+from rankgrad.ops.labels import IntervalRelevance, Labels
+from rankgrad.ops.relevance import TileRelevance, level_gains
 
 
 @dataclass(frozen=True, eq=False, init=False)

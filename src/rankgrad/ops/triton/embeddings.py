@@ -11,8 +11,9 @@ from torch import Tensor
 
 from rankgrad.ops import relevance as relevance_module
 from rankgrad.ops.autograd import SMALLEST_LENGTH, PositiveScores, first_derivative_only
+from rankgrad.ops.labels import IntervalRelevance
 from rankgrad.ops.pairs import PairRelevance
-from rankgrad.ops.relevance import EngineRelevance, IntervalRelevance, rounded_width
+from rankgrad.ops.relevance import EngineRelevance, rounded_width
 from rankgrad.ops.triton import grids
 from rankgrad.ops.triton.embedding_kernels import (
     BACKWARD_TILES,

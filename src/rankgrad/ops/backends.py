@@ -1,0 +1,74 @@
+"""Which backend and which precision compute a loss; decided here and nowhere else.
+
+An explicit request is honoured or refused, never replaced.
+"""
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from rankgrad.ops.loss_config import Backend, ScorePrecision
+from rankgrad.ops.rankers import Ranker
+
+if TYPE_CHECKING:
+    from rankgrad.ops.triton.lowerings import Lowering
+
+# Ampere: what Triton supports and the kernels are compiled for in `benchmarks.other_gpus`
+LEAST_CAPABILITY = (8, 0)
+
+
+def resolve(
+    backend: Backend, like: Tensor, ranker: Ranker, *, caller: str, given: tuple[int, int] | None = None
+) -> Literal["triton", "tiled", "reference"]:
+    """The backend for embeddings like `like`, or for scores like it, `given` as (lists, length).
+
+    On a CPU the kernels run only on request, in Triton's interpreter.
+    """
+    if backend in ("tiled", "reference") or (backend == "auto" and not like.is_cuda):
+        return "reference" if backend == "reference" else "tiled"
+    reason = _obstacle(like, ranker, given is not None)
+    if reason and backend == "triton":
+        raise RuntimeError(f"{caller}: backend='triton' cannot run here: {reason}; use backend='auto' or 'tiled'")
+    if reason is None and given is not None and backend == "auto":
+        from rankgrad.ops.triton.scores import pays_off
+
+        return "triton" if pays_off(*given) else "tiled"
+    return "tiled" if reason else "triton"
+
+
+def _obstacle(like: Tensor, ranker: Ranker, given_scores: bool) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the tensors are on {like.device} and TRITON_INTERPRET=1 is not set"
+    if like.is_cuda and (capability := torch.cuda.get_device_capability(like.device)) < LEAST_CAPABILITY:
+        wanted, found = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
+        return f"the kernels need compute capability {wanted}, and this GPU has {found}"
+    if given_scores and like.dtype == torch.float64:
+        return "the kernels compute in float32, and the scores are torch.float64"
+    if not given_scores and like.dtype != torch.float32:
+        return f"the kernels compute in float32, and the embeddings are {like.dtype}"
+    from rankgrad.ops.triton.lowerings import lowering_of
+
+    where = " on given scores" if given_scores else ""
+    return None if lowering_of(ranker, given_scores=given_scores) else f"there is no kernel for {ranker}{where}"
+
+
+def lowering_for(ranker: Ranker, *, given_scores: bool) -> "Lowering[Any]":
+    """What the kernels of a ranker need, once "triton" is the backend."""
+    from rankgrad.ops.triton.lowerings import lowering_of
+
+    lowering = lowering_of(ranker, given_scores=given_scores)
+    assert lowering is not None, "the backend was resolved"
+    return lowering
+
+
+def resolve_precision(precision: ScorePrecision, embeddings: Tensor) -> Literal["fast", "high"]:
+    """Precision of the kernels for embeddings as the caller gave them."""
+    if precision != "auto":
+        return precision
+    half = embeddings.dtype in (torch.float16, torch.bfloat16)
+    return "fast" if half or torch.is_autocast_enabled(embeddings.device.type) else "high"
