@@ -376,6 +376,92 @@ def test_out_of_time_a_study_still_shows_what_the_ledger_has(tree, tmp_path, mon
     assert "2 tests are missing" in text
 
 
+def test_shares_of_a_study_run_every_line_once(tree, tmp_path, monkeypatch):
+    whole, table = run_choosing(tmp_path / "whole", monkeypatch, tree)
+    shares = []
+    for number in range(2):
+        runs, text = run_choosing(tmp_path / "shared", monkeypatch, tree, share=(number, 2))
+        shares.append(runs)
+    assert sorted(shares[0] + shares[1]) == sorted(whole)
+    assert all(shares)
+    # the second share shows what the first one left in the ledger
+    assert text == table
+    nothing, text = run_choosing(tmp_path / "none", monkeypatch, tree, share=(0, 0))
+    assert nothing == []
+    assert "4 tests are missing; the same command continues" in text
+
+
+def test_lines_with_the_same_settings_are_of_one_share(tree, tmp_path, monkeypatch):
+    ran = []
+
+    def training(task, run, **options):
+        ran.append(json.dumps(task.recipe.settings()))
+        return TrialResult({"test": dict.fromkeys(STUDIES["omniglot"].metrics, 0.5)}, 2.0)
+
+    monkeypatch.setattr(trials, "train_and_evaluate", training)
+    chosen = STUDIES["omniglot"]
+    task = RetrievalTask(chosen.base, RunContext(tree("omniglot"), CPU))
+    found = []
+    for number in range(3):
+        ran.clear()
+        folder = tmp_path / str(number)
+        study.run_study(chosen, task, (0,), folder, changes={"partial": True}, only="FastAPLoss", share=(number, 3))
+        found.append(set(ran))
+    assert not found[0] & found[1]
+    assert not found[0] & found[2]
+    assert not found[1] & found[2]
+    assert all(found)
+
+
+def test_processes_share_a_ledger(tmp_path):
+    entries = [Entry(key, "group", "label", {}, 0, "test", {"R@1": 0.5}, 2.0) for key in "abc"]
+    one, other = Ledger(tmp_path / "ledger.jsonl"), Ledger(tmp_path / "ledger.jsonl")
+    one.add(entries[0])
+    assert other.get("a") == entries[0]
+    other.add(entries[1])
+    one.add(entries[2])
+    # a third one, opened after a crash in the middle of a line
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write('{"key": "d", "gro')
+    third = Ledger(tmp_path / "ledger.jsonl")
+    third.add(replace(entries[0], key="e"))
+    for ledger in (one, other, third):
+        assert [ledger.get(key) is not None for key in "abcde"] == [True, True, True, False, True]
+        assert len(ledger) == 4
+
+
+def test_jobs_run_shares_and_show_the_whole_table(tree, tmp_path, monkeypatch, capsys):
+    commands = []
+
+    class InThisProcess:
+        def __init__(self, command, **options):
+            commands.append(command)
+            self.returncode = cli.main(command[3:])
+
+        def poll(self):
+            return self.returncode
+
+    monkeypatch.setattr(trials, "train_and_evaluate", PeakedTraining())
+    monkeypatch.setattr("rankgrad.recipes.studies.STUDIES", {"choosing": CHOOSING})
+    monkeypatch.setattr("subprocess.Popen", InThisProcess)
+    common = ["--data", str(tree("omniglot")), "--partial", "--batch-size", "12", "--out", str(tmp_path), "--device", "cpu"]
+    assert cli.main(["study", "choosing", "--jobs", "2", *common, "--cache", "none"]) == 0
+    assert [command[-2:] for command in commands] == [["--share", "1/2"], ["--share", "2/2"]]
+    shown = capsys.readouterr().out.rpartition("runs are finished")[2] or ""
+    assert "| both" in shown
+    assert "| fixed" in shown
+    assert "missing" not in shown.rpartition("| both")[2]
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **options: SimpleNamespace(poll=lambda: -9, returncode=-9))
+    assert cli.main(["study", "choosing", "--jobs", "2", *common, "--cache", "none"]) == 9
+    assert "process 1 ended with status -9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["3", "0/2", "3/2", "a/b", "1/"])
+def test_a_share_is_one_of_several(text, capsys):
+    assert cli.main(["study", "cars", "--share", text]) == 2
+    assert f"--share must be of the form 2/4, the second of four shares, got {text!r}" in capsys.readouterr().err
+
+
 def test_intervals_are_those_of_all_runs_or_none():
     entries = [
         Entry("a", "g", "l", {}, 0, "test", {"R@1": 0.5}, 1.0, {"R@1": (0.4, 0.6)}),

@@ -18,6 +18,7 @@ from rankgrad.cli.embedding_command import add_embedding_files, evaluate_embeddi
 from rankgrad.cli.launch import launch, without_flag
 from rankgrad.cli.parser import Parser, add_settings, changed_settings, device_named
 from rankgrad.cli.show_commands import next_steps, steps_after_training
+from rankgrad.cli.study_jobs import parse_share, run_jobs
 from rankgrad.data.readers import own_data_set
 from rankgrad.data.readers.records import column_names
 from rankgrad.models import is_text_folder
@@ -182,6 +183,13 @@ def study(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     parser.add_argument(
         "--minutes", metavar="N", type=float, default=0.0, help="stop between two runs after this long; a second call continues"
     )
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="lines run at the same time on one device [1]")
+    parser.add_argument(
+        "--share",
+        metavar="I/N",
+        default="1/1",
+        help="run the I-th of N shares of the lines: N calls with the same --out divide them",
+    )
     parser.add_argument("--debug", action="store_true", help="run a tiny version of each, to try everything")
     _add_context(parser, kind)
     add_settings(parser, kind.recipe)
@@ -189,19 +197,25 @@ def study(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     if given.study not in known:
         parser.error(f"there is no study {given.study!r}: {did_you_mean(given.study, known)}")
     chosen = known[given.study]
+    folder = given.out or Path("runs") / f"{prefix}-{chosen.name}{'-debug' if given.debug else ''}"
+    share, status = parse_share(given.share), 0
+    if given.jobs > 1:
+        words = [*kind.command.split()[1:], "study", *without_flag(arguments, "--jobs")]
+        share, status = (0, 0), run_jobs(words, given.jobs, folder)
     text = run_study(
         chosen,
         kind.make(chosen.base, _context(given)),
         parse_seeds(given.seeds),
-        given.out or Path("runs") / f"{prefix}-{chosen.name}{'-debug' if given.debug else ''}",
+        folder,
         changes=changed_settings(given, kind.recipe),
         only=given.only,
         csv=given.csv,
         minutes=given.minutes,
+        share=share,
         debug=given.debug,
     )
     print(f"\n{text}")
-    return 0
+    return status
 
 
 def sweep(arguments: Sequence[str]) -> int:

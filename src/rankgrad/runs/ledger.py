@@ -1,5 +1,6 @@
 """Finished runs of a sweep or study, one JSON line each, so that a sweep that was stopped continues where it was."""
 
+import contextlib
 import csv
 import hashlib
 import io
@@ -11,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rankgrad._files import replace_file
 from rankgrad.runs.recipe import Recipe
 
 
@@ -55,7 +55,7 @@ def key_of(recipe: Recipe, split: str) -> str:
 
 
 class Ledger:
-    """A file of JSON lines. A line that a crash cut short is dropped.
+    """A file of JSON lines, which several processes may read and append to. A line that a crash cut short is skipped.
 
     Args:
         path: the file; made if there is none.
@@ -64,27 +64,39 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._entries: dict[str, Entry] = {}
+        self._read = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        complete = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-            try:
-                entry = Entry(**json.loads(line))
-            except (json.JSONDecodeError, TypeError):
-                continue
-            self._entries[entry.key] = entry
-            complete.append(line)
-        # the next line would be appended to a cut one
-        replace_file(path, "".join(f"{line}\n" for line in complete))
+        with path.open("ab") as file:
+            if file.tell() and not path.read_bytes().endswith(b"\n"):
+                # the next line would be appended to a cut one
+                file.write(b"\n")
+
+    def __len__(self) -> int:
+        self._refresh()
+        return len(self._entries)
 
     def get(self, key: str) -> Entry | None:
+        if key not in self._entries:
+            self._refresh()
         return self._entries.get(key)
 
     def add(self, entry: Entry) -> None:
-        self._entries[entry.key] = entry
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(entry)) + "\n")
-            file.flush()
+        # in one write, so that lines of several processes do not mix
+        with self.path.open("ab", buffering=0) as file:
+            file.write(json.dumps(asdict(entry)).encode() + b"\n")
             os.fsync(file.fileno())
+
+    def _refresh(self) -> None:
+        """Read the complete lines that were added since the last time."""
+        with self.path.open("rb") as file:
+            file.seek(self._read)
+            added = file.read()
+        complete = added[: added.rfind(b"\n") + 1]
+        self._read += len(complete)
+        for line in complete.splitlines():
+            with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError, TypeError):
+                entry = Entry(**json.loads(line))
+                self._entries[entry.key] = entry
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:

@@ -4,6 +4,7 @@ A line may leave settings open. They are chosen on validation classes, one after
 """
 
 import contextlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,6 +133,7 @@ def run_study(
     only: str = "",
     csv: Path | None = None,
     minutes: float = 0.0,
+    share: tuple[int, int] = (0, 1),
     debug: bool = False,
 ) -> str:
     """Run the chosen lines with every seed; returns the table.
@@ -148,6 +150,8 @@ def run_study(
         only: which lines, see `Study.chosen`.
         csv: the file, by default in `folder`.
         minutes: stop before the run that would take longer; 0 for no limit.
+        share: (i, n) runs every n-th line from the i-th on, counted from 0, and shows what the ledger has of the others: n
+            calls with the same folder divide a study. (0, 0) runs nothing.
         debug: run the debug version of each line.
     """
     trials = Trials(
@@ -163,10 +167,13 @@ def run_study(
     lines = [
         _Line(variation, recipe) for variation, recipe in _planned(study, task, changes, only=only, debug=debug)
     ]  # fmt: skip
+    # lines with the same settings are of the same share: their runs have one folder
+    turns = {settings: turn for turn, settings in enumerate(dict.fromkeys(_text(line.recipe) for line in lines))}
     text = ""
     for seed in seeds:
         for number, line in enumerate(lines, start=1):
             title = f"{number}/{len(lines)} {line.variation.group}: {line.variation.label}"
+            trials.starts = bool(share[1]) and turns[_text(line.recipe)] % share[1] == share[0]
             # out of time, what later lines have in the ledger is still shown
             with contextlib.suppress(OutOfTimeError):
                 if study.selection and seed == seeds[0]:
@@ -177,7 +184,8 @@ def run_study(
             text = _write(study, lines, csv)
     missing = len(seeds) * len(lines) - sum(len(line.tested) for line in lines)
     if missing:
-        text = f"{text}\n\nstopped after {minutes:g} minutes: {missing} tests are missing; the same command continues"
+        reason = f"stopped after {minutes:g} minutes: " if minutes else ""
+        text = f"{text}\n\n{reason}{missing} tests are missing; the same command continues"
     return text
 
 
@@ -194,6 +202,10 @@ def _planned(study: Study, task: Task, changes: Mapping[str, Any], *, only: str,
             recipe = match_budget(base, recipe, images)
         found.append((variation, recipe))
     return found
+
+
+def _text(recipe: Recipe) -> str:
+    return json.dumps(recipe.settings(), sort_keys=True)
 
 
 def match_budget(base: Any, recipe: Any, images: int) -> Any:

@@ -15,7 +15,7 @@ from rankgrad.train.errors import NotFiniteError, TrainingError
 
 
 class OutOfTimeError(Exception):
-    """The next run would go beyond the time that was given."""
+    """The next run would go beyond the time that was given, or is another process's."""
 
 
 class Trials:
@@ -28,6 +28,9 @@ class Trials:
         save: keep the results of each run.
         minutes: no run is started that would take longer than this in all, as far as the runs before it tell; 0 for no limit.
         debug: the runs are shrunk ones.
+
+    Attributes:
+        starts: whether runs that are not in the ledger are started.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Trials:
         self.folder, self.checkpoints, self.save, self.debug = folder, checkpoints, save, debug
         self.ledger = Ledger(folder / "ledger.jsonl")
         self.minutes, self._began = minutes, time.perf_counter()
+        self.starts = True
         # by kind of run, what the last one took
         self._seconds: dict[tuple[str, ...], float] = {}
 
@@ -126,5 +130,7 @@ class Trials:
 
     def _check_time(self, kind: tuple[str, ...]) -> None:
         used = time.perf_counter() - self._began
+        if not self.starts:
+            raise OutOfTimeError
         if self.minutes and used + self._seconds.get(kind, 0.0) > 60 * self.minutes:
             raise OutOfTimeError
