@@ -32,8 +32,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# a process for each core with one thread each: the tests are many and small
 test: lint
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # not part of `make test`: the tracer makes it slower
 coverage: $(INSTALLED)

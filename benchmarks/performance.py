@@ -1,4 +1,4 @@
-"""`python -m benchmarks.performance`: the tables of docs/performance.md, from the measured rows in benchmarks/results.
+"""`python -m benchmarks.performance`: tables of docs/performance.md and docs/evaluation.md from the rows in benchmarks/results.
 
 A table stands between two comments, so that no figure in it is typed by hand; the text around it is written as usual:
 
@@ -13,6 +13,7 @@ A table stands between two comments, so that no figure in it is typed by hand; t
     rates         images per second of training by stage
     million       one step on a million items
     cpu           losses on a CPU
+    evaluation    `rankgrad.evaluate` on a CPU beside other libraries
 """
 
 import argparse
@@ -30,7 +31,7 @@ from rankgrad._files import replace_file
 from rankgrad._messages import markdown_table
 
 ROOT = Path(__file__).parent.parent
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
+RESULTS, PAGES = ROOT / "benchmarks" / "results", (ROOT / "docs" / "performance.md", ROOT / "docs" / "evaluation.md")
 TABLE = re.compile(r"(?<=<!-- table )(?P<name>[a-z-]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
 
 GPU = "nvidia-h200"
@@ -52,16 +53,19 @@ Row = Mapping[str, str]
 def main(arguments: list[str] | None = None) -> int:
     """Write the tables, or with --check say whether they are up to date."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.performance", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page would change")
     options = parser.parse_args(arguments)
-    before = PAGE.read_text(encoding="utf-8")
-    text = filled(before, RESULTS)
-    if options.check:
-        print(f"{PAGE} is {'up to date' if text == before else 'not what python -m benchmarks.performance writes'}")
-        return 0 if text == before else 1
-    replace_file(PAGE, text)
-    print(PAGE)
-    return 0
+    current = True
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        text = filled(before, RESULTS)
+        if options.check:
+            print(f"{page} is {'up to date' if text == before else 'not what python -m benchmarks.performance writes'}")
+            current = current and text == before
+        else:
+            replace_file(page, text)
+            print(page)
+    return 0 if current else 1
 
 
 def filled(page: str, results: Path) -> str:
@@ -202,6 +206,15 @@ def cpu(rows: Sequence[Row]) -> str:
     return markdown_table(["loss, batch size", *("rankgrad" if name == "ours" else name for name in names)], cells)
 
 
+def evaluation(rows: Sequence[Row]) -> str:
+    """Every size and way as it was measured last."""
+    found = {(int(row["N"]), row["formulation"]): row for row in rows}
+    names = list(dict.fromkeys(row["formulation"] for row in rows))
+    sizes = sorted({n for n, _ in found})
+    cells = [[f"{n:,}", *(_cpu_cell(found.get((n, name))) for name in names)] for n in sizes]
+    return markdown_table(["items", *("`rg.evaluate`" if name == "ours" else name for name in names)], cells)
+
+
 def _cpu_cell(row: Row | None) -> str:
     if row is None:
         return ""
@@ -248,6 +261,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "rates": (f"training-rates-{GPU}", rates),
     "million": (f"million-items-{GPU}", million),
     "cpu": ("losses-cpu", cpu),
+    "evaluation": ("evaluation-cpu", evaluation),
 }
 
 

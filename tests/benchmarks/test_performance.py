@@ -4,13 +4,13 @@ import csv
 
 import pytest
 from benchmarks import performance
-from benchmarks.performance import PAGE, RESULTS, filled, fits, growth, power, rates
+from benchmarks.performance import PAGES, RESULTS, evaluation, filled, fits, growth, power, rates
 
 
-def test_the_page_is_what_the_command_writes():
-    text = PAGE.read_text(encoding="utf-8")
-    assert text.count("<!-- table ") >= 3
-    assert filled(text, RESULTS) == text, "run python -m benchmarks.performance"
+def test_the_pages_are_what_the_command_writes():
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    assert sum(text.count("<!-- table ") for text in texts) >= 3
+    assert [filled(text, RESULTS) for text in texts] == texts, "run python -m benchmarks.performance"
 
 
 def test_only_what_is_between_the_comments_is_made_again(tmp_path):
@@ -61,10 +61,18 @@ def test_rates_have_their_share_of_the_bare_loop():
     assert "20,000 (95%)" in table.splitlines()[3]
 
 
+def test_evaluations_are_in_processor_time_and_say_why_there_is_none():
+    row = {"N": "5000", "formulation": "ours", "core_seconds": "0.41", "peak_bytes": "48e6", "note": ""}
+    other = row | {"N": "20000", "formulation": "other", "core_seconds": "", "note": "skipped: needs about 30 GB"}
+    lines = evaluation([row, other]).splitlines()
+    assert [cell.strip() for cell in lines[2].split("|")[1:4]] == ["5,000", "410 ms, 48 MB", ""]
+    assert "needs about 30 GB" in lines[3]
+
+
 def test_check_says_whether_the_page_is_up_to_date(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
-    page.write_text(PAGE.read_text(encoding="utf-8"))
-    monkeypatch.setattr(performance, "PAGE", page)
+    page.write_text(PAGES[0].read_text(encoding="utf-8"))
+    monkeypatch.setattr(performance, "PAGES", (page,))
     assert performance.main(["--check"]) == 0
     page.write_text(page.read_text().replace("N^1.00", "N^0.50", 1))
     assert performance.main(["--check"]) == 1
