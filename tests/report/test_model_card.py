@@ -22,7 +22,7 @@ FACTS = CardFacts(
     preparation=["crop"],
     first_weights="Training began with random weights.",
     command="rankgrad train --data DIR",
-    files={"model.onnx": "the network"},
+    files={"model.onnx": "the network", "recipe.json": "settings"},
     licence="apache-2.0",
 )
 

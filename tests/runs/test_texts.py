@@ -286,8 +286,33 @@ def test_the_encoder_is_exported_for_sentence_transformers(run, tmp_path, capsys
     capsys.readouterr()
     assert cli.main(["export", str(run), "--format", "onnx", "--out", str(tmp_path / "x")]) == 2
     assert "a run on texts is written as sentence-transformers" in capsys.readouterr().err
-    assert cli.main(["card", str(run)]) == 2
-    assert "cards are of image models" in capsys.readouterr().err
+
+
+def test_a_card_goes_with_the_folder_of_a_text_model(run, tmp_path, capsys):
+    library, hub = pytest.importorskip("sentence_transformers"), pytest.importorskip("huggingface_hub")
+    assert cli.main(["card", str(run)]) == 0
+    assert "# run" in capsys.readouterr().out
+    folder = tmp_path / "intents-model"
+    assert cli.main(["card", str(run), "--out", str(folder), "--license", "apache-2.0"]) == 0
+    card = hub.ModelCard.load(folder / "README.md")
+    assert (card.data.library_name, card.data.pipeline_tag, card.data.license) == (
+        "sentence-transformers",
+        "sentence-similarity",
+        "apache-2.0",
+    )
+    assert {"R@1", "mAP"} <= {result.metric_name.split()[0] for result in card.data.eval_results}
+    for part in (
+        "Protocol **all-vs-all**",
+        "95% interval",
+        "rankgrad train",
+        "the dot product of two vectors",
+        "SentenceTransformer(",
+    ):
+        assert part in card.text
+    assert "image" not in card.text
+    assert str(run.parent) not in card.content
+    found = library.SentenceTransformer(str(folder), device="cpu").encode(["card lost"])
+    np.testing.assert_allclose(found[0], rg.load(run, "cpu").embed("card lost"), atol=1e-5)
 
 
 def test_a_text_model_does_not_embed_images(run, tmp_path, capsys):

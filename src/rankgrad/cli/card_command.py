@@ -3,17 +3,20 @@
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rankgrad._messages import printable
 from rankgrad.cli.parser import Parser
 from rankgrad.models.trunks import describe_first_weights
 from rankgrad.recipes.catalogue import RECIPES
-from rankgrad.report.model_card import CardFacts, model_card
+from rankgrad.report.model_card import TEXTS, CardFacts, model_card
 from rankgrad.report.run_reader import read_runs
 from rankgrad.runs.recipe import Recipe, flag_of, format_value, settings_of
+from rankgrad.search import text_export
 from rankgrad.search.export import FILES, description
 from rankgrad.search.sharing import PURPOSES, can_write_onnx, share
+from rankgrad.search.text_export import export_sentence_encoder
 from rankgrad.search.trained_model import TrainedModel, load
 
 
@@ -21,11 +24,15 @@ def main(arguments: Sequence[str]) -> int:
     """`rankgrad card RUN --out DIR`."""
     parser = Parser(
         "rankgrad card",
-        "Print the model card of a run in Markdown, or write a folder to share: card, weights, preprocessing and ONNX.",
+        "Print the model card of a run in Markdown, or write a folder to share: card, weights, preprocessing and ONNX; for "
+        "texts card, weights and tokenizer as sentence-transformers reads them.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, help="write a new folder, which rankgrad.load opens [print the card]"
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="write a new folder, which rankgrad.load opens, or SentenceTransformer for texts [print the card]",
     )
     parser.add_argument("--name", metavar="NAME", help="name of the model [that of --out, or of RUN]")
     parser.add_argument(
@@ -38,22 +45,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--checkpoint", choices=("best", "last"), help="which weights [best where there is one, else last]")
     given = parser.parse(arguments)
     model = load(given.run, "cpu", checkpoint=given.checkpoint)
-    if model.tokenizer is not None:
-        raise ValueError(
-            f"{given.run} is a run on texts, and cards are of image models: write it for sentence-transformers with "
-            f"`rankgrad export {given.run}`"
-        )
-    onnx = given.onnx and given.out is not None
+    of_texts = model.tokenizer is not None
+    onnx = given.onnx and given.out is not None and not of_texts
     if onnx and not can_write_onnx():
         print("note: model.onnx is left out: it needs the search extra, pip install 'rankgrad[search]'", file=sys.stderr)
         onnx = False
     name = given.name or (given.out or given.run).resolve().name
     (run,) = read_runs([given.run])
-    text = model_card(run, _facts(model, name, given.license, onnx=onnx or given.out is None))
+    facts = _text_facts if of_texts else partial(_facts, onnx=onnx or given.out is None)
+    text = model_card(run, facts(model, name, given.license))
     if given.out is None:
         print("\n".join(map(printable, text.rstrip("\n").split("\n"))))
         return 0
-    share(model, given.out, text, onnx=onnx)
+    if of_texts:
+        export_sentence_encoder(model, given.out, text)
+    else:
+        share(model, given.out, text, onnx=onnx)
     size = sum(path.stat().st_size for path in given.out.rglob("*") if path.is_file())
     print(f"Wrote the model, its card and what others need to use it to {given.out} ({size / 1e6:.1f} MB)")
     if not given.license:
@@ -74,6 +81,25 @@ def _facts(model: TrainedModel, name: str, licence: str, *, onnx: bool) -> CardF
         command=training_command(recipe),
         files={file: purpose for file, purpose in PURPOSES.items() if onnx or file != FILES["onnx"]},
         licence=licence,
+    )
+
+
+def _text_facts(model: TrainedModel, name: str, licence: str) -> CardFacts:
+    assert model.tokenizer is not None
+    return CardFacts(
+        name=name,
+        checkpoint=model.checkpoint,
+        step=model.step,
+        dim=model.dim,
+        parameters=sum(parameter.numel() for parameter in model.model.parameters()),
+        preparation=[f"tokenize, and cut after {model.tokenizer.max_length:,} tokens"],
+        first_weights=f"Training began with the weights of {Path(model.recipe.trunk).name}."
+        if model.recipe.weights == "default"
+        else describe_first_weights("", model.recipe.weights),
+        command=training_command(model.recipe),
+        files=text_export.PURPOSES,
+        licence=licence,
+        modality=TEXTS,
     )
 
 

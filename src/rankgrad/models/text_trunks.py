@@ -65,7 +65,7 @@ class TextTokenizer:
                 f"build_model: {name} has no tokenizer: save it there with tokenizer.save_pretrained({str(folder)!r})"
             )
         try:
-            with _quiet(), _reachable(name):
+            with quiet_transformers(), _reachable(name):
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(_place(name))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -120,7 +120,7 @@ def build_text_trunk(name: str, *, pretrained: bool) -> Trunk:
     _check_folder(name)
     pooling = _pooling(folder)
     try:
-        with _quiet(), _reachable(name):
+        with quiet_transformers(), _reachable(name):
             if pretrained:
                 transformer = _without_pooler(AutoModel.from_pretrained, _place(name), dtype=torch.float32)
             else:
@@ -162,7 +162,7 @@ def _without_pooler(load: Any, *arguments: Any, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Without the bars and the report of transformers, which lists the pooler among what is missing."""
     from transformers.utils import logging
 

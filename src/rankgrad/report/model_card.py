@@ -15,9 +15,19 @@ from rankgrad._messages import drop_empty_columns, markdown_table, plural
 from rankgrad.report.headline import DEBUG_NOTICE, baseline, is_headline, published_of
 from rankgrad.report.run_reader import Evaluation, Run
 
-LIBRARY = "rankgrad"
-TASK = "image-retrieval"
-PIPELINE = "image-feature-extraction"
+
+@dataclass(frozen=True)
+class Modality:
+    """What the items of a model are, and what the Hub calls such models."""
+
+    noun: str
+    task: str
+    pipeline: str
+    library: str
+
+
+IMAGES = Modality("image", "image-retrieval", "image-feature-extraction", "rankgrad")
+TEXTS = Modality("text", "text-retrieval", "sentence-similarity", "sentence-transformers")
 # beside the first metrics of a report
 OTHER_METRICS = ("MRR", "NDCG")
 # classes that are listed by name
@@ -34,11 +44,12 @@ class CardFacts:
         step: of the checkpoint.
         dim: dimensions of an embedding.
         parameters: of the network.
-        preparation: the steps from an image to the pixels that the network is given.
+        preparation: the steps from an item to what the network is given.
         first_weights: what training began with, in a sentence.
         command: that trains it again.
         files: name and purpose of each file beside the card.
         licence: of the weights, as the Hub names it; "" where the author states none.
+        modality: images or texts.
     """
 
     name: str
@@ -51,6 +62,7 @@ class CardFacts:
     command: str
     files: Mapping[str, str]
     licence: str = ""
+    modality: Modality = IMAGES
 
 
 def model_card(run: Run, facts: CardFacts) -> str:
@@ -59,8 +71,8 @@ def model_card(run: Run, facts: CardFacts) -> str:
     tests.sort(key=lambda test: (not test.is_own, test.key != test.split))
     sections = {
         "Use": _use(facts),
-        "Results": "\n\n".join(_results(run, test) for test in tests) or "The model has not been tested.",
-        "Data": _data(run),
+        "Results": "\n\n".join(_results(run, test, facts.modality.noun) for test in tests) or "The model has not been tested.",
+        "Data": _data(run, facts),
         "Preprocessing": _numbered(facts.preparation),
         "Training": _training(run, facts),
         "Limits": _bullets(_limits(run, facts, tests)),
@@ -80,17 +92,17 @@ def _front_matter(run: Run, facts: CardFacts, tests: Sequence[Evaluation]) -> st
     formats = [name for name in ("safetensors", "onnx") if any(file.endswith(name) for file in facts.files)]
     content = ModelCardData(
         license=facts.licence or None,
-        library_name=LIBRARY,
-        pipeline_tag=PIPELINE,
-        tags=[TASK, "metric-learning", "embeddings", *formats],
+        library_name=facts.modality.library,
+        pipeline_tag=facts.modality.pipeline,
+        tags=[facts.modality.task, "metric-learning", "embeddings", *formats],
         model_name=facts.name,
         # of a debug run they mean nothing
-        eval_results=[] if run.debug else list(_eval_results(run, tests)),
+        eval_results=[] if run.debug else list(_eval_results(run, tests, facts.modality)),
     )
     return str(content.to_yaml()).strip()
 
 
-def _eval_results(run: Run, tests: Sequence[Evaluation]) -> Iterator[Any]:
+def _eval_results(run: Run, tests: Sequence[Evaluation], modality: Modality) -> Iterator[Any]:
     from huggingface_hub import EvalResult
 
     data_set = str(run.settings.get("data_set", "unknown"))
@@ -101,8 +113,8 @@ def _eval_results(run: Run, tests: Sequence[Evaluation]) -> Iterator[Any]:
                 continue
             interval = test.intervals.get(metric)
             yield EvalResult(
-                task_type=TASK,
-                task_name="Image retrieval",
+                task_type=modality.task,
+                task_name=f"{modality.noun.capitalize()} retrieval",
                 dataset_type=data_set,
                 dataset_name=f"{name} ({test.title})",
                 dataset_split=test.split,
@@ -115,15 +127,28 @@ def _eval_results(run: Run, tests: Sequence[Evaluation]) -> Iterator[Any]:
 
 
 def _summary(run: Run, facts: CardFacts) -> str:
-    settings = run.settings
+    settings, noun = run.settings, facts.modality.noun
+    trunk = str(settings.get("trunk"))
+    trunk = Path(trunk).name if Path(trunk).is_absolute() else trunk
     return (
-        f"An embedding network for image retrieval: an image in, a vector of {facts.dim:,} numbers and of length 1 out; the "
-        f"dot product of two vectors is the similarity of the images. A {settings.get('trunk')} of "
-        f"{facts.parameters / 1e6:.1f} million parameters, trained on the loss `{settings.get('loss')}`."
+        f"An embedding network for {noun} retrieval: {'an' if noun == 'image' else 'a'} {noun} in, a vector of {facts.dim:,} "
+        f"numbers and of length 1 out; the dot product of two vectors is the similarity of the {noun}s. The network is "
+        f"{trunk}, {facts.parameters / 1e6:.1f} million parameters, trained on the loss `{settings.get('loss')}`."
     )
 
 
 def _use(facts: CardFacts) -> str:
+    if facts.modality is TEXTS:
+        lines = [
+            "```python",
+            "from sentence_transformers import SentenceTransformer",
+            "",
+            'model = SentenceTransformer("path/to/this/folder")',
+            f'embeddings = model.encode(["a text", "another text"])  # [2, {facts.dim}], of length 1',
+            "model.similarity(embeddings, embeddings)",
+            "```",
+        ]
+        return "\n".join(lines)
     parts = [
         "```python",
         "import rankgrad as rg",
@@ -149,7 +174,7 @@ def _use(facts: CardFacts) -> str:
     return "\n".join(parts)
 
 
-def _results(run: Run, test: Evaluation) -> str:
+def _results(run: Run, test: Evaluation, noun: str) -> str:
     before, published = baseline(run, test), published_of(run, test)
     rows = []
     for metric, value in test.metrics.items():
@@ -167,7 +192,7 @@ def _results(run: Run, test: Evaluation) -> str:
             )
         )
     header = ("metric", "this model", "95% interval", "untrained", "published by others")
-    skipped = f", {test.skipped:,} more without a relevant image" if test.skipped else ""
+    skipped = f", {test.skipped:,} more without a relevant {noun}" if test.skipped else ""
     told = f"Protocol **{test.protocol}**" + (f": {test.rule}" if test.rule else "")
     told = (
         f"{told.rstrip('.')}. {plural(test.count, 'query', 'queries')}{skipped}. In percent; the intervals are a bootstrap "
@@ -183,7 +208,8 @@ def _results(run: Run, test: Evaluation) -> str:
     )
 
 
-def _data(run: Run) -> str:
+def _data(run: Run, facts: CardFacts) -> str:
+    noun, where = facts.modality.noun, ", see recipe.json" if "recipe.json" in facts.files else ""
     settings = run.settings
     rows = []
     for split, found in run.data.items():
@@ -191,15 +217,16 @@ def _data(run: Run) -> str:
         if isinstance(classes, Mapping):
             rows.append((split, f"{found.get('items', 0):,}", f"{len(classes):,}", f"`{found.get('fingerprint', '')}`"))
     parts = [
-        f"Images in the layout `{settings.get('data_set')}`" + (", an incomplete copy." if settings.get("partial") else ".")
+        f"{noun.capitalize()}s in the layout `{settings.get('data_set')}`"
+        + (", an incomplete copy." if settings.get("partial") else ".")
     ]
     if rows:
-        parts.append(markdown_table(("split", "images", "classes", "fingerprint"), rows, align="lrrl"))
+        parts.append(markdown_table(("split", f"{noun}s", "classes", "fingerprint"), rows, align="lrrl"))
     names = run.recipe.get("class_names")
     for split, classes in names.items() if isinstance(names, Mapping) else ():
         listed = [str(name) for name in classes.values()] if isinstance(classes, Mapping) else []
         if listed:
-            more = f" and {len(listed) - NAMED_CLASSES:,} more, see recipe.json" if len(listed) > NAMED_CLASSES else ""
+            more = f" and {len(listed) - NAMED_CLASSES:,} more{where}" if len(listed) > NAMED_CLASSES else ""
             parts.append(f"Classes of {split}: {', '.join(map(_plain, listed[:NAMED_CLASSES]))}{more}.")
     return "\n\n".join(parts)
 
@@ -210,11 +237,17 @@ def _training(run: Run, facts: CardFacts) -> str:
         *("loss", "sampler", "batch_size", "per_class", "trunk", "pool", "dim", "size"),
         *("optimizer", "lr", "weight_decay", "epochs", "precision", "seed"),
     ]
-    rows = [(name, f"`{settings[name]}`") for name in shown if name in settings]
+    images_only = ("pool", "size") if facts.modality is TEXTS else ()
+    rows = [
+        (name, f"`{Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value}`")
+        for name in shown
+        if name not in images_only and (value := settings.get(name)) is not None
+    ]
     start = next(iter(run.entries("start")), {})
     versions, hardware = start.get("versions"), start.get("hardware")
+    told = "; recipe.json has all settings" if "recipe.json" in facts.files else ""
     parts = [
-        f"{facts.first_weights} These are the {facts.checkpoint} weights, step {facts.step:,}; recipe.json has all settings.",
+        f"{facts.first_weights} These are the {facts.checkpoint} weights, step {facts.step:,}{told}.",
         markdown_table(("setting", "value"), rows, align="ll"),
         f"```\n{facts.command}\n```",
     ]
@@ -241,7 +274,8 @@ def _limits(run: Run, facts: CardFacts, tests: Sequence[Evaluation]) -> Iterator
         "The intervals say how much the numbers depend on the choice of queries, not how much they would vary with another "
         "seed: this is one training run."
     )
-    yield "Images unlike those of the data above were not tested; measure on images of your own with `rankgrad eval`."
+    nouns = f"{facts.modality.noun}s"
+    yield f"{nouns.capitalize()} unlike those of the data above were not tested; measure on your own with `rankgrad eval`."
     yield "Scores are cosines, not probabilities: a threshold must be chosen on data."
     if ":" in str(run.settings.get("trunk", "")):
         yield "The trunk is Python code that is not in this folder: install it, and load the model with `trust_code=True`."
@@ -255,7 +289,8 @@ def _class_names(run: Run, split: str) -> set[str]:
 
 def _licence(facts: CardFacts) -> str:
     stated = f"`{facts.licence}`." if facts.licence else "Not stated. Ask the author before you use or share them."
-    return f"{stated} {facts.first_weights} The terms of those weights and of the images trained on may apply, too."
+    data = f"{facts.modality.noun}s trained on"
+    return f"{stated} {facts.first_weights} The terms of those weights and of the {data} may apply, too."
 
 
 def _numbered(lines: Sequence[str]) -> str:

@@ -1,6 +1,5 @@
 """A trained sentence encoder as a folder of sentence-transformers, loaded again where that library is installed."""
 
-import contextlib
 import importlib.util
 import json
 from pathlib import Path
@@ -9,22 +8,29 @@ from typing import Any
 import numpy as np
 
 from rankgrad._files import atomic_folder
-from rankgrad.models.text_trunks import TextEncoder
+from rankgrad.models.text_trunks import TextEncoder, quiet_transformers
 from rankgrad.search.trained_model import TrainedModel
 
 FORMAT = "sentence-transformers"
 # embeddings have length 1; another order of float32 sums moves them by a hundredth of this
 TOLERANCE = 1e-4
+PURPOSES = {
+    "README.md": "this card",
+    "model.safetensors": "the weights; config.json describes the transformer",
+    "tokenizer.json": "the tokenizer; tokenizer_config.json has its settings",
+    "modules.json": "how sentence-transformers puts transformer, pooling and normalisation together",
+}
 EXAMPLES = ("a short text", "another text, which is a little longer than the first one", "?")
 _MODULES = "sentence_transformers.models"
 
 
-def export_sentence_encoder(trained: TrainedModel, folder: Path) -> float:
+def export_sentence_encoder(trained: TrainedModel, folder: Path, card: str = "") -> float:
     """Write the encoder of a run to a new folder; the largest difference of embeddings, or NaN where it was not compared.
 
     Args:
         trained: from `load`, of a run on texts.
         folder: must not exist, or be empty.
+        card: text of README.md, "" for none.
     """
     model, tokenizer = trained.model, trained.tokenizer
     if tokenizer is None or not isinstance(model.trunk, TextEncoder):
@@ -33,7 +39,8 @@ def export_sentence_encoder(trained: TrainedModel, folder: Path) -> float:
         raise ValueError(f"export: a folder of {FORMAT} has no place for the layers of --dim and --layer-norm; use --dim 0")
     with atomic_folder(folder) as unfinished:
         transformer: Any = model.trunk.transformer
-        transformer.save_pretrained(str(unfinished))
+        with quiet_transformers():
+            transformer.save_pretrained(str(unfinished))
         tokenizer.save(unfinished)
         modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
         described = [
@@ -46,6 +53,8 @@ def export_sentence_encoder(trained: TrainedModel, folder: Path) -> float:
         pooling = {f"pooling_mode_{flag}": name == model.trunk.pooling for name, flag in flags.items()}
         _write(unfinished / "1_Pooling" / "config.json", {"word_embedding_dimension": model.channels, **pooling})
         (unfinished / "2_Normalize").mkdir()
+        if card:
+            (unfinished / "README.md").write_text(card, encoding="utf-8")
         error = _error(trained, unfinished)
         if error > TOLERANCE:
             raise ValueError(
@@ -59,12 +68,8 @@ def _error(trained: TrainedModel, folder: Path) -> float:
     if importlib.util.find_spec("sentence_transformers") is None:
         return float("nan")
     from sentence_transformers import SentenceTransformer
-    from transformers.utils import logging
 
-    with contextlib.ExitStack() as stack:
-        if logging.is_progress_bar_enabled():
-            logging.disable_progress_bar()
-            stack.callback(logging.enable_progress_bar)
+    with quiet_transformers():
         loaded = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     found = np.asarray(loaded.encode(list(EXAMPLES), show_progress_bar=False))
     return float(np.abs(found - trained.embed_texts(EXAMPLES)).max())
