@@ -288,6 +288,16 @@ def test_the_encoder_is_exported_for_sentence_transformers(run, tmp_path, capsys
     assert "a run on texts is written as sentence-transformers" in capsys.readouterr().err
 
 
+def test_further_layers_are_exported_too(encoder, texts, tmp_path):
+    library = pytest.importorskip("sentence_transformers")
+    settings = ("--epochs", 1, "--warmup", 0, "--dim", 6, "--layer-norm", "--out", tmp_path / "run")
+    assert train("--data", texts, "--trunk", encoder, *settings) == 0
+    assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    found = library.SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(["card lost"])
+    assert found.shape == (1, 6)
+    np.testing.assert_allclose(found[0], rg.load(tmp_path / "run", "cpu").embed("card lost"), atol=1e-5)
+
+
 def test_a_card_goes_with_the_folder_of_a_text_model(run, tmp_path, capsys):
     library, hub = pytest.importorskip("sentence_transformers"), pytest.importorskip("huggingface_hub")
     assert cli.main(["card", str(run)]) == 0

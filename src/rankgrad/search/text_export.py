@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from rankgrad._files import atomic_folder
 from rankgrad.models.text_trunks import TextEncoder, quiet_transformers
@@ -35,14 +37,15 @@ def export_sentence_encoder(trained: TrainedModel, folder: Path, card: str = "")
     model, tokenizer = trained.model, trained.tokenizer
     if tokenizer is None or not isinstance(model.trunk, TextEncoder):
         raise ValueError(f"export: {FORMAT} is for runs on texts, and {trained.folder} is one on images")
-    if model.head.norm is not None or model.head.linear is not None:
-        raise ValueError(f"export: a folder of {FORMAT} has no place for the layers of --dim and --layer-norm; use --dim 0")
     with atomic_folder(folder) as unfinished:
         transformer: Any = model.trunk.transformer
         with quiet_transformers():
             transformer.save_pretrained(str(unfinished))
         tokenizer.save(unfinished)
-        modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+        norm, linear = model.head.norm, model.head.linear
+        kinds = ["Transformer", "Pooling", *(["LayerNorm"] if norm else []), *(["Dense"] if linear else []), "Normalize"]
+        modules = [(kind, f"{number}_{kind}" if number else "") for number, kind in enumerate(kinds)]
+        places = {kind: unfinished / path for kind, path in modules}
         described = [
             {"idx": number, "name": str(number), "path": path, "type": f"{_MODULES}.{kind}"}
             for number, (kind, path) in enumerate(modules)
@@ -51,8 +54,16 @@ def export_sentence_encoder(trained: TrainedModel, folder: Path, card: str = "")
         _write(unfinished / "sentence_bert_config.json", {"max_seq_length": tokenizer.max_length, "do_lower_case": False})
         flags = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}
         pooling = {f"pooling_mode_{flag}": name == model.trunk.pooling for name, flag in flags.items()}
-        _write(unfinished / "1_Pooling" / "config.json", {"word_embedding_dimension": model.channels, **pooling})
-        (unfinished / "2_Normalize").mkdir()
+        _write(places["Pooling"] / "config.json", {"word_embedding_dimension": model.channels, **pooling})
+        if norm is not None:
+            _write(places["LayerNorm"] / "config.json", {"dimension": model.channels})
+            save_file(_state(norm, "norm"), places["LayerNorm"] / "model.safetensors")
+        if linear is not None:
+            activation = "torch.nn.modules.linear.Identity"
+            shape = {"in_features": linear.in_features, "out_features": linear.out_features, "bias": True}
+            _write(places["Dense"] / "config.json", {**shape, "activation_function": activation})
+            save_file(_state(linear, "linear"), places["Dense"] / "model.safetensors")
+        places["Normalize"].mkdir()
         if card:
             (unfinished / "README.md").write_text(card, encoding="utf-8")
         error = _error(trained, unfinished)
@@ -73,6 +84,10 @@ def _error(trained: TrainedModel, folder: Path) -> float:
         loaded = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     found = np.asarray(loaded.encode(list(EXAMPLES), show_progress_bar=False))
     return float(np.abs(found - trained.embed_texts(EXAMPLES)).max())
+
+
+def _state(layer: nn.Module, name: str) -> dict[str, Tensor]:
+    return {f"{name}.{key}": value.contiguous() for key, value in layer.state_dict().items()}
 
 
 def _write(path: Path, content: Any) -> None:
