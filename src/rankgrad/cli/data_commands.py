@@ -72,13 +72,14 @@ def check_images(data: DataSet, workers: int | None = None) -> str:
 def describe(reader: Reader, data: DataSet) -> str:
     """The data set as a text of aligned columns."""
     places = dict.fromkeys(str(split.root) for split in data.splits.values() if split.pixels is None)
-    header = ["split", "images", "classes", "categories", "queries", "gallery", "smallest", "median", "largest", "protocol"]
+    noun = next(iter(data.splits.values())).noun
+    header = ["split", f"{noun}s", "classes", "categories", "queries", "gallery", "smallest", "median", "largest", "protocol"]
     body = [[name, *_figures(split), data.protocols.get(name, "-")] for name, split in data.splits.items()]
     header, body = drop_empty_columns(header, body)
     lines = [f"{reader.name}: {reader.title}", *(f"in {printable(place)}" for place in places), ""]
     lines.append(table(header, body))
     if "smallest" in header:
-        lines.append("smallest, median, largest: images per class")
+        lines.append(f"smallest, median, largest: {noun}s per class")
     lines += ["", *_published(reader, data)]
     for note in (*data.notes, *reader.remarks):
         lines += ["", f"note: {note}"]

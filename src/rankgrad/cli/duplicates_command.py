@@ -30,13 +30,14 @@ def main(arguments: list[str]) -> int:
     options = _options(arguments)
     searcher = Searcher.open(options.embeddings, exact=options.exact, images=options.images)
     gallery = searcher.gallery
+    noun = gallery.images.table.noun
     if not options.no_pictures:
         gallery.check_images()
     if len(gallery) < 2:
-        raise ValueError(f"{options.embeddings} holds {plural(len(gallery), 'image')}: there is nothing to compare it with")
+        raise ValueError(f"{options.embeddings} holds {plural(len(gallery), noun)}: there is nothing to compare it with")
     # some neighbours may have no label
     wanted = options.neighbours if all(gallery.images.labels) else 4 * options.neighbours
-    with Progress(len(gallery), "searching", unit="images", shown=not options.quiet) as progress:
+    with Progress(len(gallery), "searching", unit=f"{noun}s", shown=not options.quiet) as progress:
         done = 0
 
         def advance(count: int) -> None:
@@ -70,13 +71,13 @@ def main(arguments: list[str]) -> int:
         print(f"{plural(len(errors), 'likely label error')} ({told}): {out / ERRORS}")
         if errors and accuracy < RELIABLE:
             print(
-                f"note: neighbours predict the label of {accuracy:.0%} of the images only, so many of these are errors of the "
+                f"note: neighbours predict the label of {accuracy:.0%} of the {noun}s only, so many of these are errors of the "
                 "embeddings and not of the labels"
             )
     else:
         print(f"no labels: {out / ERRORS} is empty")
     moved = "" if options.no_pictures else gallery.images_moved()
-    print(f"note: {moved}" if moved else f"pictures: {out / PAGE}")
+    print(f"note: {moved}" if moved else f"page: {out / PAGE}")
     return 0
 
 

@@ -36,7 +36,9 @@ def duplicates_page(
     """
     pictures = pictures or Thumbnails()
     copies = sum(len(group) - 1 for group in groups)
-    about = f"{plural(len(table), 'image')}, {plural(copies, 'near-duplicate')}, {plural(len(suspects), 'likely label error')}"
+    about = (
+        f"{plural(len(table), table.noun)}, {plural(copies, 'near-duplicate')}, {plural(len(suspects), 'likely label error')}"
+    )
     sections = [
         ("labels", "Likely label errors", _suspects(table, suspects[:most], len(suspects), pictures)),
         ("duplicates", "Near-duplicates", _groups(table, groups[:most], len(groups), threshold, pictures)),
@@ -49,28 +51,28 @@ def duplicates_page(
 
 def _suspects(table: ItemTable, suspects: Sequence[Suspect], total: int, pictures: Thumbnails) -> str:
     if not suspects:
-        return absent("Every labelled image has a neighbour with its own label.")
+        return absent(f"Every labelled {table.noun} has a neighbour with its own label.")
     rows = []
     for row, suggested, agreement, near in suspects:
         says = f"labelled {table.caption(row)}", f"neighbours: {suggested} ({percent(agreement, 0)}%)"
         rows.append(_row(table, row, says, near, pictures))
-    return paragraph(text(_shown(len(suspects), total, "image whose nearest neighbours all carry another label"))) + "".join(
-        rows
-    )
+    return paragraph(
+        text(_shown(len(suspects), total, f"{table.noun} whose nearest neighbours all carry another label"))
+    ) + "".join(rows)
 
 
 def _groups(table: ItemTable, groups: Sequence[Group], total: int, threshold: float, pictures: Thumbnails) -> str:
     if not groups:
-        return absent(f"No two images have a cosine of {threshold:g} or more.")
+        return absent(f"No two {table.noun}s have a cosine of {threshold:g} or more.")
     rows = []
     for group in groups:
         (row, _), *others = group
         labels = {table.labels[each] for each, _ in group}
         says = (table.caption(row), "labels differ") if len(labels) > 1 else (table.caption(row),)
         rows.append(_row(table, row, says, others, pictures))
-    return paragraph(text(_shown(len(groups), total, f"group of images with a cosine of {threshold:g} or more"))) + "".join(
-        rows
-    )
+    return paragraph(
+        text(_shown(len(groups), total, f"group of {table.noun}s with a cosine of {threshold:g} or more"))
+    ) + "".join(rows)
 
 
 def _shown(shown: int, total: int, what: str) -> str:

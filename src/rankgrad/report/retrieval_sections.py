@@ -205,7 +205,7 @@ def _maps(member: GroupMember, rows: Index, vectors: NDArray[np.float32], table:
     test = member.evaluation
     assert test.table is not None
     places, method = project(vectors)
-    told = plural(len(rows), "text" if test.table.texts else "image")
+    told = plural(len(rows), test.table.noun)
     told += f" of {len(test.table):,}, sampled at random" if len(rows) < len(test.table) else ""
     names = [", ".join(filter(None, (test.table.caption(row), test.table.categories[row]))) for row in rows.tolist()]
     drawn = []

@@ -50,6 +50,10 @@ class ItemTable:
     def __len__(self) -> int:
         return len(self.paths)
 
+    @property
+    def noun(self) -> str:
+        return "text" if self.texts else "image"
+
     def shown_name(self, row: int) -> str:
         """The text of an item, or the path of an image."""
         return self.texts[row] if self.texts else self.paths[row]
