@@ -4,6 +4,7 @@ A small network leaves a GPU idle while a run starts, evaluates and ends; runs o
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,9 +27,10 @@ def run_jobs(command: Sequence[str], jobs: int, folder: Path) -> int:
     """
     ledger = Ledger(folder / "ledger.jsonl")
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
-    started = []
+    started: list[subprocess.Popen[bytes]] = []
     shown = len(ledger)
     print(f"{jobs} processes; what they say is in {folder / 'job-*.txt'}", flush=True)
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         for number in range(jobs):
             with (folder / f"job-{number + 1}.txt").open("w", encoding="utf-8") as said:
@@ -45,11 +47,13 @@ def run_jobs(command: Sequence[str], jobs: int, folder: Path) -> int:
             if len(ledger) != shown:
                 shown = len(ledger)
                 print(f"{shown:,} runs are finished", flush=True)
-    except KeyboardInterrupt:
-        # a terminal has sent the signal to all of them
-        for job in started:
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        running = [job for job in started if job.poll() is None]
+        for job in running:
+            job.terminate()
+        for job in running:
             job.wait()
-        raise
     status = 0
     for number, job in enumerate(started, start=1):
         if job.returncode:
@@ -58,6 +62,10 @@ def run_jobs(command: Sequence[str], jobs: int, folder: Path) -> int:
             last = next((line for line in reversed(lines) if line.strip()), "")
             print(f"process {number} ended with status {job.returncode}: {last.rpartition(chr(13))[2]}", file=sys.stderr)
     return status
+
+
+def _end(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def parse_share(text: str) -> tuple[int, int]:
