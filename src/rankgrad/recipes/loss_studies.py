@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankgrad.recipes.recall_at_k import SIMIX_KS
-from rankgrad.recipes.starters import CARS_SMALL, OMNIGLOT
+from rankgrad.recipes.starters import OMNIGLOT, SMALL_NETWORK
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.study import Grid, Selection, Study, Variation
 
@@ -38,7 +38,7 @@ def lines(*rates: float) -> Iterator[Variation]:
         "ProxyAnchorLoss",
         lr,
         Grid("loss_lr", (100.0, 10.0)),
-        Grid("loss_args", ("margin=0.1,alpha=32", "margin=0.1,alpha=16")),
+        Grid("loss_args", ("margin=0.1,alpha=32", "margin=0.1,alpha=16", "margin=0.1,alpha=8")),
         loss="pml:ProxyAnchorLoss",
     )
     yield _line(WITH_PROXIES, "RecallAtKLoss, proxies", *proxies, loss="recall-at-k", loss_lr=100.0)
@@ -107,9 +107,7 @@ def _study(name: str, base: RetrievalRecipe, *rates: float, epochs: int) -> Stud
     )
 
 
-CARS = replace(
-    CARS_SMALL, name="cars-study", what="", size=160, stored_side=0, simix=False, epochs=30, evaluate_every=6, log_every=50
-)
+CARS = replace(SMALL_NETWORK, name="cars-study", evaluate_every=6, log_every=50)
 STUDIES = {
     "cars": _study("cars", CARS, 8e-5, 2e-4, 5e-4, epochs=12),
     "omniglot-losses": _study(
