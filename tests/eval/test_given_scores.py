@@ -74,6 +74,18 @@ def test_gains_are_those_of_ndcg():
     assert {"NDCG@1", "NDCG@3", "NDCG@10", "MRR", "mAP"} <= set(result)
 
 
+def test_graded_relevance_has_the_hierarchical_average_precision_of_evaluate():
+    embeddings, _ = exact_batch(40)
+    levels = torch.randint(0, 3, (40, 2), generator=torch.Generator().manual_seed(3))
+    same = (levels[:, None] == levels).cumprod(dim=2).sum(dim=2) / 2
+    direct = rg.evaluate(embeddings, relevance=rg.Levels(levels), ks=KS, normalize=False)
+    others = ~torch.eye(40, dtype=torch.bool)
+    found = rg.evaluate_scores(embeddings @ embeddings.T, same, others, ks=KS)
+    assert found["H-AP"] == pytest.approx(direct["H-AP"])
+    assert found["NDCG"] == pytest.approx(direct["NDCG"])
+    assert "H-AP" not in rg.evaluate_scores(embeddings @ embeddings.T, same > 0, others, ks=KS)
+
+
 def test_groups_after_each_other_and_padded_lists_are_the_same(monkeypatch):
     monkeypatch.setattr("rankgrad.eval.given_scores.SORTED_NUMBERS", 20)
     generator = torch.Generator().manual_seed(2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rankgrad._checks import check_count
 from rankgrad.eval.embedding_blocks import Array, Index
 from rankgrad.eval.label_codes import encode
-from rankgrad.eval.metrics import PositiveRanks, checked_ks, metric_columns, per_query
+from rankgrad.eval.metrics import GRADED_COLUMN, PositiveRanks, checked_ks, graded_columns, metric_columns, per_query
 from rankgrad.eval.protocols import type_of
 from rankgrad.eval.result import Protocol, Result
 from rankgrad.ops.pairs import Pairs
@@ -32,6 +32,7 @@ class _ScoreLists:
     gains: Tensor  # of the same shape
     candidates: Tensor | None  # of the same shape
     groups: Groups | None  # of lists that follow each other
+    graded: bool  # some gain is neither 0 nor 1
     ks: tuple[int, ...]
     neighbours: int
     labels: Index | None
@@ -71,7 +72,7 @@ def evaluate_scores(
     ks: Sequence[int] = (1, 10, 100, 1000),
     neighbours: int = 0,
 ) -> Result:
-    """All metrics of `evaluate`, and NDCG@k, for given scores; a higher score is better.
+    """All metrics of `evaluate`, and NDCG@k, for given scores; a higher score is better. Gains other than 0 and 1 add H-AP.
 
     Where scores are equal, irrelevant candidates come first, and of relevant ones those with a smaller gain.
 
@@ -127,7 +128,8 @@ def _checked(
     if labels is not None:
         codes, _, names = encode(labels, queries, None, 0, name="labels", caller=CALLER)
     precise = given.detach().to(torch.promote_types(given.dtype, torch.float32))
-    return _ScoreLists(precise, gains, mask, groups, checked_ks(ks, CALLER), neighbours, codes, names)
+    graded = bool(((gains != 0) & (gains != 1) & ranked).any())
+    return _ScoreLists(precise, gains, mask, groups, graded, checked_ks(ks, CALLER), neighbours, codes, names)
 
 
 def _tensor(values: Any, name: str, like: Tensor | None = None) -> Tensor:
@@ -145,8 +147,12 @@ def _evaluate(lists: _ScoreLists) -> Result:
     columns: dict[str, list[NDArray[Any]]] = {}
     index, near = [], []
     for queries, scores, gains, valid in lists.blocks():
-        counts, is_positive = _counts(scores, gains > 0, valid)
+        counts, positives, is_positive = _counts(scores, gains > 0, valid)
         found = {**per_query(PositiveRanks.from_counts(counts, is_positive), lists.ks), **_ndcg(scores, gains, lists.ks)}
+        if lists.graded:
+            of_positives = scores.gather(1, positives), gains.gather(1, positives)
+            name = GRADED_COLUMN["H-AP"]
+            found[name] = graded_columns(counts, is_positive, *of_positives)[name]
         for name, values in found.items():
             columns.setdefault(name, []).append(values.cpu().numpy())
         index.append(queries)
@@ -156,6 +162,7 @@ def _evaluate(lists: _ScoreLists) -> Result:
     query = np.concatenate(index)
     metrics = metric_columns(lists.ks)
     metrics |= {f"NDCG@{k}": f"ndcg@{k}" for k in lists.ks}
+    metrics |= GRADED_COLUMN if lists.graded else {}
     return Result(
         protocol=GIVEN_SCORES,
         columns=metrics,
@@ -168,15 +175,15 @@ def _evaluate(lists: _ScoreLists) -> Result:
     )
 
 
-def _counts(scores: Tensor, relevant: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, P] irrelevant candidates at or above each positive, and False at the padding."""
+def _counts(scores: Tensor, relevant: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, P] irrelevant candidates at or above each positive, its column, and False at the padding."""
     number = relevant.sum(dim=1)
     width = int(number.max())
     columns = relevant.int().sort(dim=1, descending=True, stable=True).indices[:, :width]
     is_positive = torch.arange(width, device=scores.device) < number[:, None]
     irrelevant = scores.masked_fill(relevant | ~valid, -torch.inf).sort(dim=1).values
     below = torch.searchsorted(irrelevant, scores.gather(1, columns).contiguous())
-    return scores.shape[1] - below, is_positive
+    return scores.shape[1] - below, columns, is_positive
 
 
 def _ndcg(scores: Tensor, gains: Tensor, ks: Sequence[int]) -> dict[str, Tensor]:
