@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reference = dense(embeddings.double(), labels, sample)
     plain = dense(embeddings, labels, sample).errors(reference)
     embeddings = embeddings.cpu()  # out of the way of the steps
-    worst = 0.0
+    errors: dict[str, float] = {}
     for precision in ("high", "fast"):
         loss = rg.RecallAtKLoss()
         loss.precision = precision
@@ -118,24 +118,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         step(images[:WARM_UP], labels[:WARM_UP])
         model.zero_grad()
         value, seconds, memory = _timed(step, images, labels, device)
-        errors = ranked(loss, embeddings.to(device), labels, sample).errors(reference)
+        told = (
+            f"{given.items:,} items, {precision}: {seconds:.2f} s, {format_bytes(memory)} beyond the images, loss {value:.4f}"
+        )
+        print(told, flush=True)
         row = {
             "items": given.items, "dim": given.dim, "image_side": given.size, "chunk_size": given.chunk_size,
             "precision": precision, "seconds": f"{seconds:.3f}", "peak_bytes": memory, "loss": f"{value:.6f}",
-            "sample": given.sample, **{name: f"{error:.2e}" for name, error in errors.items()},
-            **{f"float32_{name}": f"{error:.2e}" for name, error in plain.items()},
+            "sample": given.sample,
         }  # fmt: skip
-        print(
-            f"{given.items:,} items, {precision}: {seconds:.2f} s, {format_bytes(memory)} beyond the images, loss {value:.4f}; "
-            f"{given.sample} queries against float64: gradient {errors['gradient_error']:.1e} relative error "
-            f"(dense in float32: {plain['gradient_error']:.1e})",
-            flush=True,
-        )
+        checked = precision == "high"  # the error of "fast" is float16's, which a smaller batch shows as well
+        if checked:
+            errors = ranked(loss, embeddings.to(device), labels, sample).errors(reference)
+            print(
+                f"{given.sample} queries against float64: gradient {errors['gradient_error']:.1e} relative error "
+                f"(dense in float32: {plain['gradient_error']:.1e})",
+                flush=True,
+            )
+        for name, error in errors.items():
+            row |= {name: f"{error:.2e}" if checked else "", f"float32_{name}": f"{plain[name]:.2e}" if checked else ""}
         if given.csv:
             append_csv(given.csv, [provenance(device) | row])
-        if precision == "high":
-            worst = errors["gradient_error"] / plain["gradient_error"]
-    return 0 if worst < WORSE_AT_MOST else 1
+    return 0 if errors["gradient_error"] < WORSE_AT_MOST * plain["gradient_error"] else 1
 
 
 def _timed(step: rg.LargeBatch, images: Tensor, labels: Tensor, device: torch.device) -> tuple[float, float, int]:
