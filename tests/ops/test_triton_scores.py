@@ -218,3 +218,14 @@ def test_what_has_no_kernel_is_refused():
             loss.from_scores(scores, relevance)
     with pytest.raises(RuntimeError, match=r"the kernels compute in float32, and the scores are torch\.float64"):
         rankgrad.RamboAPLoss(backend="triton").from_scores(scores.double(), relevance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_second_backward_pass_gives_the_same_gradient(dtype):
+    scores, relevance = (tensor.to(DEVICE) for tensor in batch(2, 70, 0.2))
+    x = scores.to(dtype).requires_grad_()
+    loss = rankgrad.RankLoss(rankgrad.Blackbox(2.0), rankgrad.AveragePrecision(), backend="triton", cuda_graphs=False)
+    value = loss.from_scores(x, relevance)
+    first, second = (torch.autograd.grad(value, x, retain_graph=True)[0].clone() for _ in range(2))
+    assert first.any()
+    assert torch.equal(first, second)

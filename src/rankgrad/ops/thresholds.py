@@ -126,6 +126,7 @@ class Thresholds:
     def __init__(self, values: Tensor, unperturbed: "Thresholds | None" = None, *, keep: bool = False) -> None:
         self.values, self.unperturbed, self.keep = values, unperturbed, keep
         self.kept: Tensor | None = None
+        self.found: Tensor | None = None  # [B, P] ranks that the kernels made of the counts, kept for the backward pass
         self.few = values.shape[1] <= FEW_THRESHOLDS
 
     def perturbed(self, values: Tensor) -> "Thresholds":

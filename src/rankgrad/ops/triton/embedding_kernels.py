@@ -2,6 +2,7 @@
 
     positives_kernel   scores of relevant pairs, by the same arithmetic as every other tile: of intervals, and of lists
     count_kernel       a program owns BM queries and walks over candidates: how much lies ahead of each threshold
+    scatter_kernel     the same for many thresholds: each candidate is added to the one place of its query that it belongs to
     backward_kernel    one tile of the gradient of scores, written in float16 for the library's matrix products
     gather_kernel      gradients of the relevant pairs, added to the products' result in the caller's row order
     operand_kernel     embeddings as float16 operands in class order
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 
 from rankgrad.ops.triton.grid_kernels import deposit
-from rankgrad.ops.triton.lowerings import backward_tile, begin_rows, count_tile
+from rankgrad.ops.triton.lowerings import GRID, backward_tile, begin_rows, count_tile, tally_tile
 
 # Rows of a tile of queries, most columns of a tile, step of a product; operands are padded to whole multiples.
 TILE = 128
@@ -241,14 +242,18 @@ def count_kernel(
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
-def deposit_kernel(
+def scatter_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
-    begins, used, moments, first_row, num_rows, num_candidates, tiles_per_split, splits, cells, bits, scale,
-    LISTED: tl.constexpr, RANK_SELF: tl.constexpr, ASM: tl.constexpr,
+    maps, tables, descending, sums, first_row, num_rows, num_candidates, tiles_per_split, splits, size, bits, scale,
+    MODE: tl.constexpr, LISTED: tl.constexpr, RANK_SELF: tl.constexpr, ASM: tl.constexpr,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of a split, added to the grids of the queries from first_row on."""
-    # all splits of a tile of queries come together, so that their grids stay in the cache
+    """The candidates of a split, added to the integers of the queries from first_row on that they belong to.
+
+    GRID: sums of cells [rows, size]; `maps` says where a grid begins, `tables` how many cells it has. SEARCH: counts between
+    `descending` thresholds [rows, size], with their maps and tables of buckets.
+    """
+    # all splits of a tile of queries come together, so that what they share stays in the cache
     i_split = tl.program_id(0) % splits
     o_r = (tl.program_id(0) // splits) * BM + tl.arange(0, BM)
     o_m = first_row + o_r
@@ -265,7 +270,10 @@ def deposit_kernel(
             b_s = _hide_listed(b_s, columns, b_start, b_stop, b_self, i_n * BN, o_n, num_candidates, RANK_SELF, BN)
         elif ((i_n * BN < last) & ((i_n + 1) * BN > first)) | ((i_n + 1) * BN > num_candidates):
             b_s = _hide(b_s, b_start, b_stop, b_self, o_n, num_candidates, RANK_SELF)
-        deposit(b_s, begins + first_row, used + first_row, moments, o_r, m_m, cells, bits, scale, SPLIT)
+        if MODE == GRID:
+            deposit(b_s, maps, tables, sums, o_r, m_m, size, bits, scale, SPLIT)
+        else:
+            tally_tile(b_s, maps, tables, descending, sums, o_r, m_m, size)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)

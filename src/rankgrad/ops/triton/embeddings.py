@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from rankgrad.ops.autograd import SMALLEST_LENGTH, PositiveScores, first_derivat
 from rankgrad.ops.labels import IntervalRelevance
 from rankgrad.ops.pairs import PairRelevance
 from rankgrad.ops.relevance import EngineRelevance, rounded_width
-from rankgrad.ops.triton import grids
+from rankgrad.ops.triton.bucket_tables import BucketTables
 from rankgrad.ops.triton.embedding_kernels import (
     BACKWARD_TILES,
     COUNT_TILES,
@@ -28,17 +28,17 @@ from rankgrad.ops.triton.embedding_kernels import (
     Tiles,
     backward_kernel,
     count_kernel,
-    deposit_kernel,
     gather_kernel,
     listed_positives_kernel,
     normalize_bwd_kernel,
     normalize_kernel,
     operand_kernel,
     positives_kernel,
+    scatter_kernel,
     tile_for,
 )
-from rankgrad.ops.triton.grids import QueryGrids
-from rankgrad.ops.triton.lowerings import BackwardArgs, CountArgs, Lowering
+from rankgrad.ops.triton.grids import MOST_CELLS, QueryGrids, cells_of_unit_vectors
+from rankgrad.ops.triton.lowerings import GRID, BackwardArgs, CountArgs, Lowering, num_buckets
 
 Precision = Literal["fast", "high"]
 
@@ -48,9 +48,15 @@ Precision = Literal["fast", "high"]
 GRADIENT_ROWS = 4096
 GRADIENT_BYTES = 2**32
 
-# Tiles of candidates that a program adds to grids: few queries at a time, so that their grids stay in the cache.
+# Positives of a query, on average, from which on it is faster to find the place of a candidate on a grid or among sorted
+# positives than to compare it with each of them.
+MANY_POSITIVES = 32
+
+# Tiles of candidates that a program adds to such places: few queries at a time, so that these stay in the cache. A tile for
+# reading from them leaves most of the shared memory to the cache.
 TILES_EACH = 16
-LOOK_UP = {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 8, "num_stages": 3}
+LOOK_UP = {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 8, "num_stages": 4}
+SPLIT_LOOK_UP = {**LOOK_UP, "num_stages": 2}
 
 # The gradient of scores is scaled so that its largest possible entry is here; float16 ends at 65,504.
 GRADIENT_PEAK = 2.0**14
@@ -232,7 +238,7 @@ class FusedEmbeddingScores:
         )
         self.num_candidates = len(relevance.candidate_order)
         self.scaled: dict[float, dict[str, Tensor]] = {}
-        self.kept: list[tuple[Tensor, Tensor] | None] = []  # per row block what a lowering keeps of its counts
+        self.kept: list[tuple[Tensor, Tensor] | BucketTables | None] = []  # per row block what a lowering keeps of its counts
         self.asm = queries.is_cuda
         self.normalized = normalized
         self.grids: QueryGrids | None = None
@@ -299,9 +305,11 @@ class FusedEmbeddingScores:
 
     def count(self, ops: Lowering[Any], thresholds: list[Any], seed: int, *, keep: bool) -> list[Tensor]:
         widths, device = self.layout.widths, self.query_order.device
-        self.grids = self._grids(ops, thresholds)
-        if self.grids:
-            return self._count_on_grids(ops, self.grids)
+        mode = self._many_mode(ops)
+        if mode is not None and mode == GRID:
+            return self._count_on_grids(ops, thresholds)
+        if mode is not None:
+            return self._count_by_search(ops, thresholds, keep=keep)
         if ops.per_positive:
             args = [ops.count_args(*block, device) for block in zip(thresholds, widths, strict=True)]
             found = [self._count(ops, *block) for block in zip(args, self.row_blocks, strict=True)]
@@ -344,39 +352,56 @@ class FusedEmbeddingScores:
         total = sums.sum(dim=1)
         return total[0].t().contiguous(), (total[1], centres) if ops.keeps_slopes else None
 
-    def _grids(self, ops: Lowering[Any], thresholds: list[Any]) -> QueryGrids | None:
-        """Grids of all queries if `ops` can use them and they have so many positives that it pays off."""
+    def _many_mode(self, ops: Lowering[Any]) -> Any:
+        """The MODE of `ops` for many positives, or None where it does not pay off or where a grid would not fit."""
         pairs = sum(width * (rows.stop - rows.start) for width, rows in zip(self.layout.widths, self.row_blocks, strict=True))
-        cells = grids.cells_of_unit_vectors(ops.score_scale)
-        few = pairs < grids.FROM_POSITIVES * len(self.query_order)
-        if few or not ops.on_grids or not self.normalized or cells > grids.MOST_CELLS:
+        if ops.many_mode is None or pairs < MANY_POSITIVES * len(self.query_order):
             return None
-        columns = [of_block.columns for of_block in thresholds]
-        return QueryGrids(columns, self.row_blocks, self.layout.lists["num_relevant"], cells, wide=self.precision == "high")
+        fits = self.normalized and cells_of_unit_vectors(ops.score_scale) <= MOST_CELLS
+        return ops.many_mode if fits or ops.many_mode != GRID else None
 
-    def _count_on_grids(self, ops: Lowering[Any], found: QueryGrids) -> list[Tensor]:
-        tile = self._narrow_tile(grids.FROM_POSITIVES)
-        column_tiles = triton.cdiv(self.num_candidates, tile["BN"])
-        splits = triton.cdiv(column_tiles, TILES_EACH)
+    def _scatter(self, ops: Lowering[Any], rows: slice, arguments: dict[str, Any]) -> None:
+        tile = self._narrow_tile(MANY_POSITIVES)
+        count, splits = rows.stop - rows.start, triton.cdiv(self.num_candidates, tile["BN"] * TILES_EACH)
+        scatter_kernel[(triton.cdiv(count, TILE) * splits,)](
+            **self._operands(ops.score_scale),
+            **self.layout.lists,
+            **arguments,
+            first_row=rows.start,
+            num_rows=count,
+            num_candidates=self.num_candidates,
+            tiles_per_split=TILES_EACH,
+            splits=splits,
+            MODE=ops.many_mode,
+            **self._constants,
+            **tile,
+        )
 
-        def deposit(rows: slice, arguments: dict[str, Any]) -> None:
-            count = rows.stop - rows.start
-            deposit_kernel[(triton.cdiv(count, TILE) * splits,)](
-                **self._operands(ops.score_scale),
-                **self.layout.lists,
-                **arguments,
-                first_row=rows.start,
-                num_rows=count,
-                num_candidates=self.num_candidates,
-                tiles_per_split=TILES_EACH,
-                splits=splits,
-                **self._constants,
-                **tile,
-            )
+    def _count_on_grids(self, ops: Lowering[Any], thresholds: list[Any]) -> list[Tensor]:
+        self.grids = QueryGrids(
+            [of_block.columns for of_block in thresholds],
+            self.row_blocks,
+            self.layout.lists["num_relevant"],
+            cells_of_unit_vectors(ops.score_scale),
+            wide=self.precision == "high",
+        )
+        sums = self.grids.count(self.num_candidates, partial(self._scatter, ops), TILE)
+        self.kept = [(slopes, self.grids.begins) for _, slopes in sums]
+        return [counts.t().contiguous() for counts, _ in sums]
 
-        sums = found.count(self.num_candidates, deposit, TILE)
-        self.kept = [(total[1], found.begins) for total in sums]
-        return [total[0].t().contiguous() for total in sums]
+    def _count_by_search(self, ops: Lowering[Any], thresholds: list[Any], *, keep: bool) -> list[Tensor]:
+        found, self.kept = [], []
+        for of_block, rows in zip(thresholds, self.row_blocks, strict=True):
+            queries = torch.arange(rows.start, rows.stop, device=self.query_order.device)
+            buckets = num_buckets(of_block.values.shape[1])
+            tables = BucketTables(of_block, queries, self.layout.lists["num_relevant"], buckets)
+            counts = torch.zeros(tables.descending.shape, dtype=torch.int32, device=queries.device)
+            named = {"maps": tables.bucket_map, "tables": tables.begin, "descending": tables.descending, "sums": counts}
+            if tables.width:
+                self._scatter(ops, rows, named | {"size": tables.width, "bits": 0, "scale": 1.0})
+            found.append(tables.num_reaching(counts))
+            self.kept.append(tables if keep else None)
+        return found
 
     @property
     def everyone(self) -> slice:
@@ -415,7 +440,7 @@ class FusedEmbeddingScores:
         self, ops: Lowering[Any], args: Sequence[BackwardArgs], groups: Sequence[slice], block: int, memory: Tensor
     ) -> None:
         """All passes over a group of queries: gradient tiles, then the library's products with them."""
-        group, all_rows, size = groups[block], len(self.query_order), memory.shape[1]
+        group, all_rows, size, mode = groups[block], len(self.query_order), memory.shape[1], self._many_mode(ops)
         for begin in range(group.start, group.stop, size):
             end = min(begin + size, group.stop)
             first_column = begin if self.symmetric else 0
@@ -430,7 +455,9 @@ class FusedEmbeddingScores:
                 row_args, column_args = args[block], args[other] if self.symmetric else args[block]
                 written = first_column + stride if columns.stop == first_column + width else columns.stop
                 most = max(row_args.num_thresholds, column_args.num_thresholds) if ops.per_positive else 0
-                tile = LOOK_UP if self.grids else self._tile(BACKWARD_TILES, SPLIT_BACKWARD_TILES, most)
+                tile = self._tile(BACKWARD_TILES, SPLIT_BACKWARD_TILES, most)
+                if mode is not None:
+                    tile = SPLIT_LOOK_UP if self.precision == "high" else LOOK_UP
                 tiles = triton.cdiv(written - start, tile["BN"]) * triton.cdiv(end - begin, TILE)
                 backward_kernel[(tiles,)](
                     **self._operands(ops.score_scale),
@@ -449,7 +476,7 @@ class FusedEmbeddingScores:
                     last_written=written,
                     num_candidates=self.num_candidates,
                     row_width=stride,
-                    **(grids.CONSTANTS if self.grids else ops.constants),
+                    **(ops.constants | ({} if mode is None else {"MODE": mode})),
                     SYMMETRIC=self.symmetric,
                     GROUP=STRIPE,
                     **self._constants,

@@ -174,15 +174,15 @@ def table_kernel(
 
 
 @triton.jit
-def look_up(b_s, begins, table, o_r, m_v, cells):
-    """The gradient of a tile's scores, from the tables [rows, cells] of its rows."""
+def look_up(b_s, begins, table, o_r, m_v, cells, AXIS: tl.constexpr):
+    """The gradient of a tile's scores, from the tables [rows, cells] of its rows (AXIS 1) or of its columns (AXIS 0)."""
     b_begin = tl.load(begins + o_r, mask=m_v, other=float("inf"))
-    b_at = (b_s - b_begin[:, None]) * PER_UNIT
+    b_at = (b_s - tl.expand_dims(b_begin, AXIS)) * PER_UNIT
     m_in = (b_at >= 0.0) & (b_at < cells - 1)
     b_at = tl.where(m_in, b_at, 0.0)
     b_cell = b_at.to(tl.int32)
     b_u = b_at - b_cell.to(tl.float32)
-    p_t = table + (o_r.to(tl.int64) * cells)[:, None] + b_cell
+    p_t = table + tl.expand_dims(o_r.to(tl.int64) * cells, AXIS) + b_cell
     b_f, b_d = unpacked(tl.load(p_t, mask=m_in, other=0))
     b_rise, b_end = unpacked(tl.load(p_t + 1, mask=m_in, other=0))
     b_rise -= b_f

@@ -17,10 +17,7 @@ from rankgrad.ops.triton.grid_kernels import (
     moment_kernel,
     table_kernel,
 )
-from rankgrad.ops.triton.lowerings import GRID, BackwardArgs
-
-# Positives of a query, on average, from which on grids are faster than comparisons with each positive.
-FROM_POSITIVES = 24
+from rankgrad.ops.triton.lowerings import BackwardArgs
 
 # Most cells of a query, for which unit vectors need tau >= 0.0075, and what their number is a multiple of.
 MOST_CELLS = 2048
@@ -37,8 +34,6 @@ COLLECT_BLOCK = {"BC": 8, "BP": 128, "num_warps": 1}
 TABLE_BLOCK = {"BC": 128, "BP": 16, "num_warps": 4}
 GRID_BLOCK = {"BP": 32, "BR": 32, "num_warps": 4}
 BLOCK = 1024
-
-CONSTANTS = {"MODE": GRID, "DELTA": 0.0, "SLOPE": 0.0, "OFFSET": 0.0}
 
 
 def cells_of_unit_vectors(units: float) -> int:
@@ -83,8 +78,8 @@ class QueryGrids:
         for start in range(0, self.queries, size):
             chunk = slice(start, min(start + size, self.queries))
             moments.zero_()
-            grids = {"begins": self.begins, "used": self.used, "moments": moments, "cells": self.cells}
-            deposit(chunk, grids | {"bits": bits, "scale": float(PER_UNIT.value << bits)})
+            grids = {"maps": self.begins[chunk], "tables": self.used[chunk], "descending": self.begins, "sums": moments}
+            deposit(chunk, grids | {"size": self.cells, "bits": bits, "scale": float(PER_UNIT.value << bits)})
             total = (chunk.stop - start) * self.cells
             moment_kernel[(triton.cdiv(total, BLOCK),)](
                 moments=moments, total=total, inverse=1 / (1 << bits), WIDE=self.wide, BLOCK=BLOCK

@@ -25,14 +25,27 @@ from torch import Tensor
 from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid, UpperBound
 from rankgrad.ops.thresholds import SigmoidThresholds, Thresholds
+from rankgrad.ops.triton.bucket_tables import BucketTables
 from rankgrad.ops.triton.device_functions import reciprocal
 from rankgrad.ops.triton.grid_kernels import look_up
+from rankgrad.ops.triton.score_kernels import position_of
 
 SIGMOID = tl.constexpr(0)
 STEP = tl.constexpr(1)
 RAMP = tl.constexpr(2)
 BOUND = tl.constexpr(3)
+# in place of SIGMOID and STEP where a query has many thresholds
 GRID = tl.constexpr(4)
+SEARCH = tl.constexpr(5)
+
+# Buckets of a query whose thresholds are searched: of each threshold, and at most.
+BUCKETS_EACH = tl.constexpr(4)
+MOST_BUCKETS = tl.constexpr(1024)
+
+
+def num_buckets(num_thresholds: int) -> int:
+    """Buckets of a query with so many thresholds."""
+    return min(int(BUCKETS_EACH.value) * num_thresholds, int(MOST_BUCKETS.value))
 
 
 @triton.jit
@@ -164,22 +177,23 @@ def backward_tile(
 ):  # fmt: skip
     """Adds to a gradient tile what the thresholds of its rows (AXIS 1) or of its columns (AXIS 0) contribute.
 
-    `extra` is the centre of a query's thresholds (SIGMOID) or the scale of its gradient (STEP). On grids `thresholds` are where
-    they begin, `weights` are tables of P cells.
+    `extra` is the centre of a query's thresholds (SIGMOID) or the scale of its gradient (STEP, SEARCH). `thresholds` is where a
+    GRID begins and `weights` its table of P cells; for a SEARCH see `_crossings`.
     """
     b_extra = tl.zeros([SIZE], tl.float32)
-    if (MODE != RAMP) and (MODE != GRID):
+    if (MODE != RAMP) and (MODE != GRID) and (MODE != SEARCH):
         b_extra = tl.load(extra + o_r, mask=m_v, other=0.0)
         P = tl.max(tl.load(num_relevant + o_i, mask=m_v, other=0), 0)  # no more than a query of this tile has
     p_t = thresholds + o_r
     p_w = weights + o_r
     p_c = reached + o_r
     if MODE == GRID:
-        # neighbouring threads read the same table: those of columns have to be rows for that
+        b_g += look_up(b_s, thresholds, weights, o_r, m_v, P, AXIS)
+    elif MODE == SEARCH:
         if AXIS == 1:
-            b_g += look_up(b_s, thresholds, weights, o_r, m_v, P)
+            b_g += _crossings(b_s, thresholds, weights, extra, reached, o_r, m_v, m_reached, P)
         else:
-            b_g += tl.trans(look_up(tl.trans(b_s), thresholds, weights, o_r, m_v, P))
+            b_g += tl.trans(_crossings(tl.trans(b_s), thresholds, weights, extra, reached, o_r, m_v, m_reached, P))
     elif MODE == SIGMOID:
         # two calls and not one with a branch inside: either the score or its power is alive in the loop
         if tl.max(b_extra, 0) < float("inf"):
@@ -198,6 +212,33 @@ def backward_tile(
             AXIS, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM,
         )  # fmt: skip
     return b_g
+
+
+@triton.jit
+def tally_tile(b_s, maps, tables, descending, counts, o_r, m_m, P):
+    """counts[r, k] += scores of row r of the tile that lie below k thresholds [rows, P] and no more."""
+    b_row = tl.where(m_m, o_r, 0).to(tl.int64)[:, None]
+    m_s = (b_s > float("-inf")) & m_m[:, None]
+    buckets = tl.minimum(BUCKETS_EACH * P, MOST_BUCKETS)
+    b_k = position_of(b_s, m_s, maps + b_row * 2, tables + b_row * (buckets + 1), descending + b_row * P, buckets)
+    tl.atomic_add(counts + b_row * P + b_k, 1, mask=m_s & (b_k < P), sem="relaxed")
+
+
+@triton.jit
+def _crossings(b_s, thresholds, tables, scale, reached, o_r, m_v, m_reached, P):
+    """How many more of a row's thresholds are above a score after the perturbation, scaled, and `tally_tile` of them.
+
+    A row of `thresholds` is its map of buckets and P thresholds before and after, one of `tables` where buckets begin in both.
+    """
+    b_row = tl.where(m_v, o_r, 0).to(tl.int64)[:, None]
+    m_s = (b_s > float("-inf")) & m_v[:, None]
+    p_t = thresholds + b_row * (2 + 2 * P)
+    buckets = tl.minimum(BUCKETS_EACH * P, MOST_BUCKETS)
+    p_b = tables + b_row * (2 * (buckets + 1))
+    b_before = position_of(b_s, m_s, p_t, p_b, p_t + 2, buckets)
+    b_after = position_of(b_s, m_s, p_t, p_b + (buckets + 1), p_t + 2 + P, buckets)
+    tl.atomic_add(reached + b_row * P + b_after, 1, mask=m_s & m_reached[:, None] & (b_after < P), sem="relaxed")
+    return (b_after - b_before).to(tl.float32) * tl.load(scale + b_row)
 
 
 @triton.jit
@@ -269,8 +310,11 @@ def among_bwd_kernel(scores, weights, num_relevant, out, P, scale, ASM: tl.const
 
 
 @triton.jit(do_not_specialize=("P",))
-def proper_kernel(ahead, order, descending, num_relevant, rank, among, P, BLOCK: tl.constexpr):
-    """Ranks of a row's positives [P] from their positions in descending order and the irrelevant ones ahead; 1 at padding."""
+def proper_kernel(ahead, order, descending, num_relevant, rank, among, P, AMONG: tl.constexpr, BLOCK: tl.constexpr):
+    """Ranks of a row's positives [P] from their positions in descending order and the irrelevant ones ahead; 1 at padding.
+
+    AMONG: those among the positives, too.
+    """
     i = tl.program_id(0).to(tl.int64)
     o_position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_position = o_position < P
@@ -282,7 +326,8 @@ def proper_kernel(ahead, order, descending, num_relevant, rank, among, P, BLOCK:
     b_among = o_position + 1 - tl.where(b_value == float("inf"), 0, P - count)
     b_among = tl.where(m_real, b_among, 1)
     b_ahead = tl.load(ahead + i * P + b_item, mask=m_real, other=0)
-    tl.store(among + i * P + b_item, b_among.to(among.dtype.element_ty), mask=m_position)
+    if AMONG:
+        tl.store(among + i * P + b_item, b_among.to(among.dtype.element_ty), mask=m_position)
     tl.store(rank + i * P + b_item, (b_among + b_ahead).to(rank.dtype.element_ty), mask=m_position)
 
 
@@ -329,6 +374,16 @@ class BackwardArgs:
         made.num_thresholds = table.shape[1]
         return made
 
+    @classmethod
+    def of_search(cls, before: BucketTables, after: BucketTables, scale: Tensor) -> "BackwardArgs":
+        """Sorted thresholds before and after a perturbation, and their buckets."""
+        thresholds = torch.cat((before.bucket_map, before.descending, after.descending), dim=1)
+        reached = torch.zeros(before.descending.shape, dtype=torch.int32, device=scale.device)
+        peak = scale.abs().amax() * max(before.width, 1)
+        made = cls(thresholds, torch.cat((before.begin, after.begin), dim=1), scale, peak, reached=reached)
+        made.num_thresholds = before.width
+        return made
+
     def rescale(self, factor: Tensor) -> None:
         """Multiply the gradient by `factor`."""
         if self.reached is None:
@@ -352,7 +407,7 @@ class Lowering(ABC, Generic[R]):
     mode: ClassVar[Any]
     count_dtype: ClassVar[torch.dtype] = torch.float32
     keeps_slopes: ClassVar[bool] = False  # whether counting also sums slopes and stores centres for the gradient
-    on_grids: ClassVar[bool] = False  # whether grids can stand for thresholds where there are many
+    many_mode: ClassVar[Any] = None  # MODE where queries have many positives, if another one is faster then
     per_positive: ClassVar[bool] = True  # whether thresholds are positives, which makes comparisons most of a tile's work
 
     def __init__(self, ranker: R) -> None:
@@ -415,7 +470,7 @@ class SigmoidLowering(Lowering[Sigmoid]):
 
     mode = SIGMOID
     keeps_slopes = True
-    on_grids = True
+    many_mode = GRID
 
     @property
     def score_scale(self) -> float:
@@ -533,6 +588,7 @@ class ExactLowering(Lowering[Exact]):
     """Integer counts, no gradient."""
 
     mode = STEP
+    many_mode = SEARCH
     count_dtype = torch.int32
 
     def count_args(self, thresholds: Thresholds, width: int, device: torch.device) -> CountArgs:
@@ -546,23 +602,32 @@ class BlackboxLowering(Lowering[Blackbox]):
     """Integer counts before and after the perturbation."""
 
     mode = STEP
+    many_mode = SEARCH
     count_dtype = torch.int32
 
     def count_args(self, thresholds: Thresholds, width: int, device: torch.device) -> CountArgs:
         return CountArgs(thresholds.columns, width)
 
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
-        return positives.item_ranks(*_proper_ranks(counts, thresholds, positives))
+        rank, among = _proper_ranks(counts, thresholds, positives)
+        thresholds.found = rank
+        return positives.item_ranks(rank, among)
 
-    def backward_args(self, thresholds: Thresholds, rank_grad: tuple[Thresholds, Tensor], kept: None) -> BackwardArgs:
+    def backward_args(
+        self, thresholds: Thresholds, rank_grad: tuple[Thresholds, Tensor], kept: BucketTables | None
+    ) -> BackwardArgs:
         perturbed, scale = rank_grad
+        if kept is not None:
+            return BackwardArgs.of_search(kept, kept.perturbed(perturbed), scale[:, 0])
         reached = torch.zeros(thresholds.columns.shape, dtype=torch.int32, device=scale.device)
         peak = scale.abs().amax() * max(thresholds.columns.shape[0], 1)
         return BackwardArgs(thresholds.columns, perturbed.columns, scale[:, 0], peak, reached=reached)
 
-    def threshold_grad(self, rank_grad: tuple[Thresholds, Tensor], kept: None, args: BackwardArgs) -> Tensor:
+    def threshold_grad(self, rank_grad: tuple[Thresholds, Tensor], kept: BucketTables | None, args: BackwardArgs) -> Tensor:
         assert args.reached is not None, "perturbed ranks are counted"
-        return args.reached.t()
+        if kept is None:
+            return args.reached.t()
+        return rank_grad[0].unsorted(args.reached.cumsum(dim=1, dtype=torch.int32))
 
     def positive_backward(
         self,
@@ -575,15 +640,18 @@ class BlackboxLowering(Lowering[Blackbox]):
     ) -> Tensor:
         perturbed, scale = rank_grad
         assert d_thresholds is not None, "perturbed ranks are counted by every pass"
-        after, _ = _proper_ranks(d_thresholds, perturbed, positives)
-        rank, _ = _proper_ranks(counts, thresholds, positives)
-        return ((after - rank) * scale).to(positives.scores.dtype)
+        assert thresholds.found is not None, "ranks come before their gradient"
+        after, _ = _proper_ranks(d_thresholds, perturbed, positives, among=False)
+        return ((after - thresholds.found) * scale).to(positives.scores.dtype)
 
 
-def _proper_ranks(ahead: Tensor, thresholds: Thresholds, positives: PositiveScores) -> tuple[Tensor, Tensor]:
-    """[B, P] ranks of positives among all and among the positives, from the irrelevant ones ahead of each."""
+def _proper_ranks(
+    ahead: Tensor, thresholds: Thresholds, positives: PositiveScores, *, among: bool = True
+) -> tuple[Tensor, Tensor]:
+    """[B, P] ranks of positives among all and `among` the positives, from the irrelevant ones ahead of each."""
     descending, order = thresholds.descending
-    rank, among = (torch.empty(order.shape, dtype=positives.rank_dtype, device=order.device) for _ in range(2))
+    rank = torch.empty(order.shape, dtype=positives.rank_dtype, device=order.device)
+    rank_among = torch.empty_like(rank) if among else rank  # not touched unless it is wanted
     if rank.numel():
         block = min(256, triton.next_power_of_2(rank.shape[1]))
         proper_kernel[(len(rank), triton.cdiv(rank.shape[1], block))](
@@ -592,11 +660,12 @@ def _proper_ranks(ahead: Tensor, thresholds: Thresholds, positives: PositiveScor
             descending=descending,
             num_relevant=positives.num_relevant,
             rank=rank,
-            among=among,
+            among=rank_among,
             P=rank.shape[1],
+            AMONG=among,
             BLOCK=block,
         )
-    return rank, among
+    return rank, rank_among
 
 
 class HistogramLowering(Lowering[Histogram]):

@@ -2,7 +2,7 @@
 
     table_kernel           where each bucket of a monotone map of scores begins in the sorted thresholds
     count_kernel           a block of scores: bucket, search among the thresholds of the bucket, one count more at the position
-    backward_kernel        the same against thresholds before and after a perturbation: gradient of the scores, new counts
+    backward_kernel        the same after a perturbation of the thresholds: gradient of the scores, new counts
     positive_grad_kernel   gradients of the positives' scores, scattered to their columns
     column_kernel          columns of the positives of every list, in order, without synchronising for their number
 
@@ -22,7 +22,7 @@ SIZES = ["P", "BUCKETS", "steps", "blocks"]
 
 
 @triton.jit
-def _bucket(b_s, top, per_score, BUCKETS):
+def bucket_of(b_s, top, per_score, BUCKETS):
     """Buckets from the highest score down, 0 above `top`; per_score is negative. Never turns the order of scores around."""
     b_f = (b_s - top) * per_score
     # the 1 is added to the integer: a fused multiply-add here and none in another kernel would be two maps
@@ -30,9 +30,9 @@ def _bucket(b_s, top, per_score, BUCKETS):
 
 
 @triton.jit
-def _search(b_s, descending, b_low, b_high):
+def search(b_s, descending, b_low, b_high):
     """Thresholds above each score, of which b_low are known to be and those from b_high on are known not to be."""
-    width = tl.max(b_high - b_low, 0)
+    width = tl.max(b_high - b_low)
     while width > 0:
         b_middle = (b_low + b_high) // 2
         m_open = b_low < b_high
@@ -42,6 +42,15 @@ def _search(b_s, descending, b_low, b_high):
         b_low = tl.where(m_above, b_middle + 1, b_low)
         width = width // 2
     return b_low
+
+
+@triton.jit
+def position_of(b_s, m_visible, bucket_map, begin, descending, BUCKETS):
+    """Thresholds of a list above each of its scores; 0 for hidden ones. Pointers are [BM, 1] for a tile of BM lists."""
+    b_bucket = bucket_of(b_s, tl.load(bucket_map), tl.load(bucket_map + 1), BUCKETS)
+    b_low = tl.load(begin + b_bucket, mask=m_visible, other=0)
+    b_high = tl.load(begin + b_bucket + 1, mask=m_visible, other=0)
+    return search(b_s, descending, b_low, b_high)
 
 
 @triton.jit
@@ -97,7 +106,7 @@ def table_kernel(
         b_middle = (b_low + b_high) // 2
         m_open = m_b & (b_low < b_high)
         b_t = tl.load(descending + b_middle, mask=m_open, other=0.0)
-        m_before = _bucket(b_t, top, per_score, BUCKETS) < o_b
+        m_before = bucket_of(b_t, top, per_score, BUCKETS) < o_b
         b_high = tl.where(m_open & (m_before == 0), b_middle, b_high)
         b_low = tl.where(m_open & m_before, b_middle + 1, b_low)
     tl.store(begin + i * (BUCKETS + 1) + o_b, b_low, mask=m_b)
@@ -105,23 +114,23 @@ def table_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def count_kernel(
-    scores, relevant, candidates, rows, bucket_map, descending, begin, counts, row_stride, n, P, BUCKETS, blocks,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    scores, relevant, candidates, rows, bucket_map, descending, begin, positions, counts, row_stride, n, P, BUCKETS, blocks,
+    MASKED: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """counts[i, k] += scores of list i that lie below k thresholds and no more."""
+    """counts[i, k] += scores of list i that lie below k thresholds and no more; KEEP: these k are stored as positions."""
     i = (tl.program_id(0) // blocks).to(tl.int64)
     o_n = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_s, m_visible, _ = _scores(scores, relevant, candidates, row_stride, tl.load(rows + i), o_n, n, MASKED)
-    b_bucket = _bucket(b_s, tl.load(bucket_map + 2 * i), tl.load(bucket_map + 2 * i + 1), BUCKETS)
-    p_begin = begin + i * (BUCKETS + 1) + b_bucket
-    b_low = tl.load(p_begin, mask=m_visible, other=0)
-    b_high = tl.load(p_begin + 1, mask=m_visible, other=0)
-    _tally(counts + i * P, _search(b_s, descending + i * P, b_low, b_high), m_visible, P)
+    row = tl.load(rows + i)
+    b_s, m_visible, m_n = _scores(scores, relevant, candidates, row_stride, row, o_n, n, MASKED)
+    b_position = position_of(b_s, m_visible, bucket_map + 2 * i, begin + i * (BUCKETS + 1), descending + i * P, BUCKETS)
+    if KEEP:
+        tl.store(positions + row * n + o_n, b_position, mask=m_n)
+    _tally(counts + i * P, b_position, m_visible, P)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    scores, relevant, candidates, rows, bucket_map, descending, begin, perturbed, perturbed_begin, scale, gradient, counts,
+    scores, relevant, candidates, rows, bucket_map, descending, begin, positions, scale, gradient, counts,
     row_stride, n, P, BUCKETS, blocks,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -130,19 +139,12 @@ def backward_kernel(
     o_n = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + i)
     b_s, m_visible, m_n = _scores(scores, relevant, candidates, row_stride, row, o_n, n, MASKED)
-    b_bucket = _bucket(b_s, tl.load(bucket_map + 2 * i), tl.load(bucket_map + 2 * i + 1), BUCKETS)
-    o_begin = i * (BUCKETS + 1) + b_bucket
-    b_low = tl.load(begin + o_begin, mask=m_visible, other=0)
-    b_high = tl.load(begin + o_begin + 1, mask=m_visible, other=0)
-    b_perturbed_low = tl.load(perturbed_begin + o_begin, mask=m_visible, other=0)
-    b_perturbed_high = tl.load(perturbed_begin + o_begin + 1, mask=m_visible, other=0)
-    b_position = _search(b_s, descending + i * P, b_low, b_high)
-    b_perturbed = _search(b_s, perturbed + i * P, b_perturbed_low, b_perturbed_high)
-    # a rank grows by the positives that pass the score and shrinks by those that fall behind it; hidden scores have loaded no
-    # table and are at position 0 of both
-    b_gradient = (b_perturbed - b_position).to(tl.float32) * tl.load(scale + i)
+    b_before = tl.load(positions + row * n + o_n, mask=m_n, other=0)
+    b_after = position_of(b_s, m_visible, bucket_map + 2 * i, begin + i * (BUCKETS + 1), descending + i * P, BUCKETS)
+    # a rank grows by the positives that pass the score and shrinks by those that fall behind it
+    b_gradient = (b_after - b_before).to(tl.float32) * tl.load(scale + i)
     tl.store(gradient + row * n + o_n, b_gradient.to(gradient.dtype.element_ty), mask=m_n)
-    _tally(counts + i * P, b_perturbed, m_visible, P)
+    _tally(counts + i * P, b_after, m_visible, P)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -11,9 +11,10 @@ from torch import Tensor
 from rankgrad.ops.masks import MaskRelevance
 from rankgrad.ops.sources import GivenScores
 from rankgrad.ops.thresholds import Thresholds
-from rankgrad.ops.triton.score_kernels import backward_kernel, column_kernel, count_kernel, positive_grad_kernel, table_kernel
+from rankgrad.ops.triton.bucket_tables import BucketTables
+from rankgrad.ops.triton.score_kernels import backward_kernel, column_kernel, count_kernel, positive_grad_kernel
 
-# Scores or buckets of a program.
+# Scores of a program.
 BLOCK = 1024
 
 # Buckets of a threshold, most buckets of all lists (16 MiB, which stay in the L2 cache), and scores of a bucket at least.
@@ -81,38 +82,9 @@ def _columns(is_relevant: Tensor, counts: Tensor, columns: Tensor, *, store: boo
     )
 
 
-class BucketTables:
-    """The sorted thresholds of some lists, and where the buckets begin in them."""
-
-    def __init__(
-        self, thresholds: Thresholds, rows: Tensor, relevance: MaskRelevance, unperturbed: "BucketTables | None" = None
-    ) -> None:
-        self.thresholds, self.rows, self.relevance = thresholds, rows, relevance
-        self.descending = thresholds.descending[0]
-        count, self.width = self.descending.shape
-        most = min(MOST_BUCKETS // count, relevance.is_relevant.shape[1] // SCORES_EACH)
-        self.buckets = max(min(BUCKETS_EACH * self.width, most), 4)
-        self.bucket_map: Tensor = self.descending.new_empty(count, 2) if unperturbed is None else unperturbed.bucket_map
-        self.begin = torch.empty(count, self.buckets + 1, dtype=torch.int32, device=rows.device)
-        if self.width:
-            blocks = triton.cdiv(self.buckets + 1, BLOCK)
-            table_kernel[(count * blocks,)](
-                descending=self.descending,
-                num_relevant=relevance.num_relevant,
-                rows=rows,
-                bucket_map=self.bucket_map,
-                begin=self.begin,
-                P=self.width,
-                BUCKETS=self.buckets,
-                steps=self.width.bit_length(),
-                blocks=blocks,
-                MAKE_MAP=unperturbed is None,
-                BLOCK=BLOCK,
-            )
-
-    def perturbed(self, thresholds: Thresholds) -> "BucketTables":
-        """Those of other thresholds with the same map."""
-        return BucketTables(thresholds, self.rows, self.relevance, unperturbed=self)
+def _buckets(thresholds: Thresholds, length: int) -> int:
+    lists, width = thresholds.values.shape
+    return max(min(BUCKETS_EACH * width, MOST_BUCKETS // lists, length // SCORES_EACH), 4)
 
 
 class FusedGivenScores(GivenScores):
@@ -121,35 +93,32 @@ class FusedGivenScores(GivenScores):
     def __init__(self, scores: Tensor, relevance: MaskRelevance) -> None:
         super().__init__(scores, relevance)
         self.tables: list[BucketTables] = []
+        self.positions = scores.new_empty(0)  # [Q, n] int32 thresholds above each score, where they are kept
 
     def count(self, ops: Any, thresholds: list[Thresholds], seed: int, *, keep: bool) -> list[Tensor]:
         rows = [self.query_order[block] for block in self.row_blocks]
-        self.tables = [BucketTables(t, r, self.relevance) for t, r in zip(thresholds, rows, strict=True)]
-        return [self._num_reaching(t, count_kernel, descending=t.descending, begin=t.begin) for t in self.tables]
+        n, num_relevant = self.scores.shape[1], self.relevance.num_relevant
+        self.tables = [BucketTables(t, r, num_relevant, _buckets(t, n)) for t, r in zip(thresholds, rows, strict=True)]
+        self.positions = self._of_all_scores(torch.int32) if keep else self.tables[0].begin
+        return [self._num_reaching(t, count_kernel, positions=self.positions, KEEP=keep) for t in self.tables]
+
+    def _of_all_scores(self, dtype: torch.dtype) -> Tensor:
+        # a pass writes all scores of its lists; there is none where no list of a row block has a positive
+        make = torch.empty if all(self.widths) else torch.zeros
+        return make(self.scores.shape, dtype=dtype, device=self.scores.device)
 
     def backward(
         self, ops: Any, thresholds: list[Thresholds], rank_grads: list[tuple[Thresholds, Tensor]], seed: int
     ) -> list[Tensor | None]:
-        # a pass writes all scores of its lists; there is none where no list of a row block has a positive
-        make = torch.empty_like if all(self.widths) else torch.zeros_like
-        self.d_scores = make(self.scores, memory_format=torch.contiguous_format)
+        self.d_scores = self._of_all_scores(self.scores.dtype)
         d_thresholds: list[Tensor | None] = []
         for before, (perturbed, scale) in zip(self.tables, rank_grads, strict=True):
             after = before.perturbed(perturbed)
-            reaching = self._num_reaching(
-                after,
-                backward_kernel,
-                descending=before.descending,
-                begin=before.begin,
-                perturbed=after.descending,
-                perturbed_begin=after.begin,
-                scale=scale,
-                gradient=self.d_scores,
-            )
-            d_thresholds.append(reaching)
+            arguments = {"positions": self.positions, "scale": scale, "gradient": self.d_scores}
+            d_thresholds.append(self._num_reaching(after, backward_kernel, **arguments))
         return d_thresholds
 
-    def _num_reaching(self, tables: BucketTables, kernel: Any, **arguments: Tensor) -> Tensor:
+    def _num_reaching(self, tables: BucketTables, kernel: Any, **arguments: Any) -> Tensor:
         """[B, P] scores that reach each threshold, from one pass of `kernel` over them."""
         counts = torch.zeros_like(tables.descending, dtype=torch.int32)
         n = self.scores.shape[1]
@@ -162,6 +131,8 @@ class FusedGivenScores(GivenScores):
                 candidates=candidates,
                 rows=tables.rows,
                 bucket_map=tables.bucket_map,
+                descending=tables.descending,
+                begin=tables.begin,
                 **arguments,
                 counts=counts,
                 row_stride=scores.stride(0),
@@ -172,7 +143,7 @@ class FusedGivenScores(GivenScores):
                 MASKED=self.relevance.candidates is not None,
                 BLOCK=BLOCK,
             )
-        return tables.thresholds.unsorted(counts.cumsum(dim=1, dtype=torch.int32 if n < 2**31 else torch.int64))
+        return tables.num_reaching(counts, torch.int32 if n < 2**31 else torch.int64)
 
     @cached_property
     def _operands(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Sigmoids on grids, where queries have many positives, against float64: on a GPU, else in Triton's interpreter."""
+"""Queries with many positives, on grids or by search, against float64: on a GPU, else in Triton's interpreter."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grids whatever the number of positives; the interpreter takes as long for a large block as for a small one."""
-    monkeypatch.setattr(grids, "FROM_POSITIVES", 0)
+    """Whatever the number of positives; the interpreter takes as long for a large block as for a small one."""
+    monkeypatch.setattr(embeddings_module, "MANY_POSITIVES", 0)
     if DEVICE == "cpu":
         monkeypatch.setattr(grids, "COLLECT_BLOCK", {"BC": 128, "BP": 32})
         monkeypatch.setattr(grids, "TABLE_BLOCK", {"BC": 128, "BP": 32})
@@ -34,43 +34,59 @@ def batch(sizes: list[int], *, dim: int = 12, spread: float = 1.0, seed: int = 0
     return embeddings[order].to(DEVICE), labels[order].to(DEVICE)
 
 
-@pytest.mark.parametrize("tau", [0.3, 0.05])
-def test_a_ragged_batch_is_as_good_as_in_float32(tau):
-    assert_as_good_as_float32(rg.Sigmoid(tau), *batch([1, 1, 2, 9, 14]))
+# a cubic between the nodes of a grid is wrong by so much of the steepest slope at most
+CUBIC = 2.3e-6
+
+RANKERS = [rg.Sigmoid(0.3), rg.Exact(), rg.Blackbox(20.0, 0.02)]
 
 
-def test_groups_and_chunks_of_queries(monkeypatch):
+@pytest.mark.parametrize("ranker", [*RANKERS, rg.Sigmoid(0.05)], ids=str)
+def test_a_ragged_batch_is_as_good_as_in_float32(ranker):
+    assert_as_good_as_float32(ranker, *batch([1, 1, 2, 9, 14]))
+
+
+@pytest.mark.parametrize("ranker", RANKERS, ids=str)
+def test_groups_and_chunks_of_queries(monkeypatch, ranker):
     monkeypatch.setattr(relevance, "ONE_GROUP", 0)
     monkeypatch.setattr(grids, "MOMENT_BYTES", 0)
     monkeypatch.setattr(embeddings_module, "GRADIENT_ROWS", 128)
-    assert_as_good_as_float32(rg.Sigmoid(0.3), *batch([1] * 110 + [3] * 5 + [12]))
+    assert_as_good_as_float32(ranker, *batch([1] * 118 + [2] * 5 + [9]))
 
 
-def test_queries_against_a_gallery_that_holds_some_of_them():
+@pytest.mark.parametrize("ranker", RANKERS, ids=str)
+def test_queries_against_a_gallery_that_holds_some_of_them(ranker):
     gallery, gallery_labels = batch([3, 8, 12, 1])
     queries, labels = gallery[4:14].clone(), gallery_labels[4:14].clone()
     labels[0] = 99
     self_index = torch.arange(4, 14, device=DEVICE)
     self_index[5:] = -1
-    assert_as_good_as_float32(rg.Sigmoid(0.2), queries, labels, gallery, gallery_labels, self_index=self_index)
+    assert_as_good_as_float32(ranker, queries, labels, gallery, gallery_labels, self_index=self_index)
 
 
-def test_pairs_and_the_query_in_its_own_list():
+@pytest.mark.parametrize("ranker", RANKERS, ids=str)
+def test_pairs_and_the_query_in_its_own_list(ranker):
     embeddings, _ = batch([24])
     matrix = torch.rand(24, 24, generator=torch.Generator().manual_seed(1)) < 0.3
     pairs = rg.Pairs(*(part.to(DEVICE) for part in matrix.fill_diagonal_(False).nonzero(as_tuple=True)))
-    assert_as_good_as_float32(rg.Sigmoid(0.2), embeddings, relevance=pairs, rank_self=True)
+    assert_as_good_as_float32(ranker, embeddings, relevance=pairs, rank_self=True, interpolation=CUBIC)
 
 
 def test_equal_embeddings_tie_and_far_candidates_count_whole():
     embeddings, labels = batch([10, 14])
     embeddings[::2] = embeddings[0].clone()
     embeddings[1::4] = -embeddings[0]
-    losses = [rg.RankLoss(rg.Sigmoid(0.03), rg.AveragePrecision(), backend=b, precision="high") for b in ("tiled", "triton")]
-    exact, fused = run(losses[0], embeddings, labels, dtype=torch.float64), run(losses[1], embeddings, labels)
-    assert torch.isclose(fused[0], exact[0], atol=1e-6, rtol=0)
-    # all at one place, where a cubic between nodes is wrong by 2.3e-6 of the steepest slope at most
-    assert error(fused[1], exact[1]) < 3e-6 + (2**-22 / 0.03 if DEVICE == "cuda" else 0)
+    assert_as_good_as_float32(rg.Sigmoid(0.03), embeddings, labels, interpolation=CUBIC)
+
+
+def test_a_search_ranks_ties_as_comparisons_do(monkeypatch):
+    embeddings, labels = batch([6, 9, 2])
+    embeddings[::2] = embeddings[0].clone()
+    loss = rg.RankLoss(rg.Blackbox(5.0), rg.AveragePrecision(), backend="triton", precision="high", cuda_graphs=False)
+    searched = run(loss, embeddings, labels)
+    monkeypatch.setattr(embeddings_module, "MANY_POSITIVES", 1000)
+    compared = run(loss, embeddings, labels)
+    assert torch.equal(searched[0], compared[0])
+    torch.testing.assert_close(searched[1], compared[1], rtol=1e-5, atol=1e-7)
 
 
 def test_gradients_of_classes_that_are_far_apart_keep_their_digits():
@@ -115,7 +131,7 @@ def test_the_same_input_gives_the_same_bits():
 def test_grids_are_used_where_they_fit_and_pay_off(monkeypatch, ranker, normalize, from_positives, wanted):
     made = []
     real = grids.QueryGrids
-    monkeypatch.setattr(grids, "FROM_POSITIVES", from_positives)
+    monkeypatch.setattr(embeddings_module, "MANY_POSITIVES", from_positives)
     monkeypatch.setattr(embeddings_module, "QueryGrids", lambda *a, **k: made.append(real(*a, **k)) or made[-1])
     loss = rg.RankLoss(ranker, rg.AveragePrecision(), normalize=normalize, backend="triton")
     with torch.no_grad():
