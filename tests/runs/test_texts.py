@@ -74,6 +74,15 @@ def test_training_changes_the_encoder_and_is_journaled(run, encoder):
     assert {(row["text"], row["class"]) for row in rows} < set(ROWS)
 
 
+def test_progress_counts_texts(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("rankgrad._messages.BETWEEN_LINES", 0.0)
+    shutil.copytree(run, tmp_path / "run")
+    assert cli.main(["eval", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    told = capsys.readouterr().err
+    assert " texts" in told
+    assert "image" not in told
+
+
 def test_a_resumed_run_ends_like_one_that_was_never_stopped(run, encoder, texts, tmp_path):
     shutil.copytree(run, tmp_path / "whole")
     settings = ("--schedule", "constant", "--warmup", 0, "--lr", 1e-2, "--chunk-size", 5, "--validation", "half")

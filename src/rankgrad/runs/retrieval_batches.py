@@ -147,7 +147,7 @@ class RenumberedBatches:
     """Batches whose items are numbered in the order they come, whichever rows of a table they are."""
 
     def __init__(self, batches: ImageBatches | TextBatches) -> None:
-        self.batches = batches
+        self.batches, self.noun = batches, batches.noun
 
     def set_epoch(self, epoch: int) -> None:
         self.batches.set_epoch(epoch)
