@@ -194,15 +194,11 @@ def million(rows: Sequence[Row]) -> str:
 
 
 def cpu(rows: Sequence[Row]) -> str:
-    """The last run: losses by size, and what others take."""
-    last = [row for row in rows if row["date"] == rows[-1]["date"]]
-    names = list(dict.fromkeys(row["formulation"] for row in last))
-    found = {(row["loss"], int(row["N"]), row["formulation"]): row for row in last}
-    places = dict.fromkeys((loss, n) for loss, n, _ in found)
-    cells = [
-        [f"{LOSSES[loss]}, {n:,}", *(_cpu_cell(found.get((loss, n, name))) for name in names)]
-        for loss, n in sorted(places, key=lambda place: (list(LOSSES).index(place[0]), place[1]))
-    ]
+    """Every loss, size and way as it was measured last."""
+    names = list(dict.fromkeys(row["formulation"] for row in rows))
+    found = {(row["loss"], int(row["N"]), row["formulation"]): row for row in rows}
+    places = sorted({(list(LOSSES).index(loss), loss, n) for loss, n, _ in found})
+    cells = [[f"{LOSSES[loss]}, {n:,}", *(_cpu_cell(found.get((loss, n, name))) for name in names)] for _, loss, n in places]
     return markdown_table(["loss, batch size", *("rankgrad" if name == "ours" else name for name in names)], cells)
 
 

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.baselines.chunked import Formulation
+from benchmarks.baselines.chunked import Formulation, symmetric_products
 from benchmarks.baselines.dense import compiled, dense_fast_ap, dense_recall_at_k, dense_smooth_ap, loop_recall_at_k
 from benchmarks.baselines.libraries import library_fast_ap, library_smooth_ap
 from benchmarks.baselines.sorts import sorted_rambo_ap, sorted_rambo_recall
@@ -49,6 +49,7 @@ BASELINES = (
         lambda n, p: (2 * p + 5) * n * n,
         sample=functools.partial(loop_recall_at_k, queries=SAMPLED_QUERIES),
     ),
+    Baseline("recall_at_k", "products", symmetric_products, lambda n, p: 2**18, differs="the matrix products alone, no loss"),
     Baseline("smooth_ap", "dense", dense_smooth_ap, lambda n, p: (2 * p + 5) * n * n),
     Baseline("smooth_ap", "dense-compiled", compiled(dense_smooth_ap), lambda n, p: 6 * n * n),
     Baseline(
