@@ -121,6 +121,7 @@ def test_the_evaluator_reports_what_evaluate_finds(model):
     expected = rg.evaluate(embed(model, TEXTS).detach(), torch.tensor(CLASSES))
     assert evaluator.primary_metric == "test_mAP"
     assert metrics["test_mAP"] == pytest.approx(expected["mAP"], abs=1e-6)
+    assert RetrievalEvaluator(TEXTS, [f"intent {c}" for c in CLASSES], name="test")(model) == metrics
     with pytest.raises(ValueError, match="of equal length, got 48 and 3"):
         RetrievalEvaluator(TEXTS, [0, 1, 2])
     with pytest.raises(ValueError, match="both ref_texts and ref_labels"):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.evaluation.evaluator import BaseEvaluator
@@ -203,7 +204,7 @@ class RetrievalEvaluator(BaseEvaluator):
 
     Args:
         texts: the queries.
-        labels: their integer classes.
+        labels: their classes, integers or names.
         ref_texts: gallery texts; the queries themselves by default.
         ref_labels: classes of the gallery.
         name: prefix of the metrics.
@@ -214,9 +215,9 @@ class RetrievalEvaluator(BaseEvaluator):
     def __init__(
         self,
         texts: Sequence[str],
-        labels: Sequence[int],
+        labels: Sequence[int] | Sequence[str],
         ref_texts: Sequence[str] | None = None,
-        ref_labels: Sequence[int] | None = None,
+        ref_labels: Sequence[int] | Sequence[str] | None = None,
         *,
         name: str = "",
         primary_metric: str = "mAP",
@@ -231,9 +232,9 @@ class RetrievalEvaluator(BaseEvaluator):
             ref_texts is not None and ref_labels is not None and len(ref_texts) != len(ref_labels)
         ):
             raise ValueError("RetrievalEvaluator: give both ref_texts and ref_labels, of equal length, or neither")
-        self.texts, self.labels = list(texts), torch.as_tensor(labels)
+        self.texts, self.labels = list(texts), np.asarray(labels)
         self.ref_texts = None if ref_texts is None else list(ref_texts)
-        self.ref_labels = None if ref_labels is None else torch.as_tensor(ref_labels)
+        self.ref_labels = None if ref_labels is None else np.asarray(ref_labels)
         self.name, self.primary_metric, self.batch_size = name, primary_metric, batch_size
 
     def __call__(
