@@ -1,5 +1,7 @@
 """Losses with proxies, of pytorch-metric-learning or beside a rank loss: trained, saved, resumed; the rest is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,12 @@ from fake_datasets import build
 from pytorch_metric_learning import losses
 from safetensors.numpy import load_file
 
+import rankgrad as rg
 from rankgrad import cli
 from rankgrad.integrations.pytorch_metric_learning import MetricLearningLoss, parse_arguments
+from rankgrad.recipes.catalogue import find
+from rankgrad.runs.retrieval_task import RetrievalTask
+from rankgrad.runs.task import RunContext
 
 QUIET = ["--device", "cpu", "--cache", "none", "--no-tensorboard"]
 
@@ -53,8 +59,9 @@ def test_arguments_are_literals_or_text():
     [
         ["--loss", "pml:ProxyAnchorLoss", "--loss-args", "alpha=16"],
         ["--loss", "sup-ap", "--simix", "--proxy-weight", 0.1, "--learn-tau"],
+        ["--loss", "smooth-ap", "--proxy-weight", 0.4, "--proxy-loss", "anchor", "--proxy-temperature", 0.125],
     ],
-    ids=["pml", "proxies beside a rank loss"],
+    ids=["pml", "proxies beside a rank loss", "proxy anchors beside a rank loss"],
 )
 def test_proxies_are_trained_and_a_resumed_run_ends_like_one_that_was_never_stopped(loss, data, tmp_path):
     flags = [*loss, "--loss-lr", 100, "--schedule", "constant"]
@@ -77,6 +84,18 @@ def test_proxies_are_trained_and_a_resumed_run_ends_like_one_that_was_never_stop
     assert not any(np.array_equal(a, b) for a, b in zip(first, last, strict=True))
 
 
+def test_proxies_of_a_recipe_are_those_that_it_names():
+    recipe = replace(find("glyphs-smooth-ap"), proxy_weight=0.4, proxy_temperature=0.125, classes=12, batch_size=48)
+    softmax, anchor = (
+        RetrievalTask(replace(recipe, proxy_loss=name), RunContext(None, torch.device("cpu"))).local_loss()
+        for name in ("softmax", "anchor")
+    )
+    assert isinstance(softmax.term, rg.ProxySoftmax)
+    assert isinstance(anchor.term, rg.ProxyAnchor)
+    assert (softmax.term.temperature, anchor.term.alpha, anchor.term.margin) == (0.125, 8.0, 0.1)
+    assert (anchor.weight, anchor.term.proxies.shape) == (0.4, (12, 64))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -89,6 +108,7 @@ def test_proxies_are_trained_and_a_resumed_run_ends_like_one_that_was_never_stop
         (["--loss", "pml:ProxyAnchorLoss", "--simix"], "is for rank losses"),
         (["--loss", "pml:ProxyAnchorLoss", "--proxy-weight", "0.1"], "--proxy-weight is for rank losses"),
         (["--proxy-weight", "2"], "--proxy-weight"),
+        (["--proxy-loss", "anchor"], "--proxy-loss is anchor, and there are no proxies: give a --proxy-weight"),
         (["--loss", "fastap", "--learn-tau"], "--learn-tau is for losses with a --tau, and --loss is fastap"),
         (["--learn-tau", "--tau-end", "0.1"], "--tau-end and --learn-tau exclude each other"),
         (["--loss", "fastap", "--loss-args", "a=1"], "is for losses of pytorch-metric-learning (pml:NAME)"),

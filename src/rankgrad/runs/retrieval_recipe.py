@@ -310,6 +310,8 @@ class RetrievalRecipe(Recipe):
                 if getattr(self, name):
                     raise ValueError(f"`{name}` is for rank losses, and `loss` is {self.loss}")
             return
+        if self.proxy_loss != "softmax" and not self.proxy_weight:
+            raise ValueError(f"`proxy_loss` is {self.proxy_loss}, and there are no proxies: give a `proxy_weight`")
         if self.tau_end and self.learn_tau:
             raise ValueError("`tau_end` and `learn_tau` exclude each other: tau follows a schedule or is learned")
         for name in ("tau_end", "learn_tau"):
