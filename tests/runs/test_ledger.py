@@ -17,7 +17,16 @@ from rankgrad.cli.train_commands import parse_seeds
 from rankgrad.recipes.catalogue import find
 from rankgrad.recipes.studies import STUDIES, studies_of
 from rankgrad.runs import study, sweep, trials
-from rankgrad.runs.ledger import Entry, Ledger, as_csv, curves_as_csv, mean_and_deviation, percentages, with_interval
+from rankgrad.runs.ledger import (
+    Entry,
+    Ledger,
+    as_csv,
+    curves_as_csv,
+    key_of,
+    mean_and_deviation,
+    percentages,
+    with_interval,
+)
 from rankgrad.runs.pipeline import TrialResult
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.retrieval_task import RetrievalTask
@@ -411,6 +420,19 @@ def test_lines_with_the_same_settings_are_of_one_share(tree, tmp_path, monkeypat
     assert not found[0] & found[2]
     assert not found[1] & found[2]
     assert all(found)
+
+
+def test_a_key_knows_weights_by_their_content(tmp_path):
+    (tmp_path / "a").write_bytes(b"weights")
+    (tmp_path / "b").write_bytes(b"weights")
+    (tmp_path / "c").write_bytes(b"other weights")
+    keys = [key_of(replace(RECIPE, weights=str(tmp_path / name)), "test") for name in "abc"]
+    assert keys[0] == keys[1]
+    assert keys[0] != keys[2]
+    # replaced in its place
+    (tmp_path / "a").write_bytes(b"other weights")
+    assert key_of(replace(RECIPE, weights=str(tmp_path / "a")), "test") == keys[2]
+    assert key_of(replace(RECIPE, weights="none"), "test") not in keys
 
 
 def test_processes_share_a_ledger(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import functools
 import hashlib
 import io
 import json
@@ -47,11 +48,21 @@ class Entry:
 
 
 def key_of(recipe: Recipe, split: str) -> str:
-    """Digest of settings and split; the recipe's name does not count."""
+    """Digest of settings and split; the recipe's name does not count, nor where a file of weights is, but what is in it."""
     # settings that came later and are as they were before leave the key of a finished run as it is
     settings = {name: value for name, value in recipe.settings().items() if (name, value) not in recipe.before_setting.items()}
+    weights = Path(str(settings.get("weights", "")))
+    if weights.is_file():
+        state = weights.stat()
+        settings["weights"] = _digest_of(weights, state.st_size, state.st_mtime_ns)
     text = json.dumps({**settings, "split": split}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.lru_cache
+def _digest_of(path: Path, size: int, modified: int) -> str:
+    """Of the content of a file, which is read again when its size or date has changed."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Ledger:
