@@ -39,7 +39,7 @@ GRID = tl.constexpr(4)
 SEARCH = tl.constexpr(5)
 
 # Buckets of a query whose thresholds are searched: of each threshold, and at most.
-BUCKETS_EACH = tl.constexpr(4)
+BUCKETS_EACH = tl.constexpr(8)
 MOST_BUCKETS = tl.constexpr(1024)
 
 
@@ -190,10 +190,9 @@ def backward_tile(
     if MODE == GRID:
         b_g += look_up(b_s, thresholds, weights, o_r, m_v, P, AXIS)
     elif MODE == SEARCH:
-        if AXIS == 1:
-            b_g += _crossings(b_s, thresholds, weights, extra, reached, o_r, m_v, m_reached, P)
-        else:
-            b_g += tl.trans(_crossings(tl.trans(b_s), thresholds, weights, extra, reached, o_r, m_v, m_reached, P))
+        # the transpose of a tile is laid out for loads from many places; a product's layout would be changed by every step of a search
+        b_c = _crossings(tl.trans(b_s), thresholds, weights, extra, reached, o_r, m_v, m_reached, P, 1 - AXIS)
+        b_g += tl.trans(b_c)
     elif MODE == SIGMOID:
         # two calls and not one with a branch inside: either the score or its power is alive in the loop
         if tl.max(b_extra, 0) < float("inf"):
@@ -217,27 +216,29 @@ def backward_tile(
 @triton.jit
 def tally_tile(b_s, maps, tables, descending, counts, o_r, m_m, P):
     """counts[r, k] += scores of row r of the tile that lie below k thresholds [rows, P] and no more."""
-    b_row = tl.where(m_m, o_r, 0).to(tl.int64)[:, None]
-    m_s = (b_s > float("-inf")) & m_m[:, None]
+    b_s = tl.trans(b_s)
+    b_row = tl.where(m_m, o_r, 0).to(tl.int64)[None, :]
+    m_s = (b_s > float("-inf")) & m_m[None, :]
     buckets = tl.minimum(BUCKETS_EACH * P, MOST_BUCKETS)
     b_k = position_of(b_s, m_s, maps + b_row * 2, tables + b_row * (buckets + 1), descending + b_row * P, buckets)
     tl.atomic_add(counts + b_row * P + b_k, 1, mask=m_s & (b_k < P), sem="relaxed")
 
 
 @triton.jit
-def _crossings(b_s, thresholds, tables, scale, reached, o_r, m_v, m_reached, P):
-    """How many more of a row's thresholds are above a score after the perturbation, scaled, and `tally_tile` of them.
+def _crossings(b_s, thresholds, tables, scale, reached, o_r, m_v, m_reached, P, AXIS: tl.constexpr):
+    """How many more thresholds of a row, or column, are above a score after the perturbation, scaled, and `tally_tile` of them.
 
     A row of `thresholds` is its map of buckets and P thresholds before and after, one of `tables` where buckets begin in both.
     """
-    b_row = tl.where(m_v, o_r, 0).to(tl.int64)[:, None]
-    m_s = (b_s > float("-inf")) & m_v[:, None]
+    b_row = tl.expand_dims(tl.where(m_v, o_r, 0).to(tl.int64), AXIS)
+    m_s = (b_s > float("-inf")) & tl.expand_dims(m_v, AXIS)
     p_t = thresholds + b_row * (2 + 2 * P)
     buckets = tl.minimum(BUCKETS_EACH * P, MOST_BUCKETS)
     p_b = tables + b_row * (2 * (buckets + 1))
     b_before = position_of(b_s, m_s, p_t, p_b, p_t + 2, buckets)
     b_after = position_of(b_s, m_s, p_t, p_b + (buckets + 1), p_t + 2 + P, buckets)
-    tl.atomic_add(reached + b_row * P + b_after, 1, mask=m_s & m_reached[:, None] & (b_after < P), sem="relaxed")
+    m_new = m_s & tl.expand_dims(m_reached, AXIS) & (b_after < P)
+    tl.atomic_add(reached + b_row * P + b_after, 1, mask=m_new, sem="relaxed")
     return (b_after - b_before).to(tl.float32) * tl.load(scale + b_row)
 
 
