@@ -90,6 +90,7 @@ def test_every_target_has_a_row():
     with_target = [(case.loss, case.shape.queries, case.shape.relevant, case.precision) for case in rows if case.target]
     wanted = [(loss, *size) for loss in kernel_cases.COUNTED for size in kernel_cases.TARGETS]
     wanted += [("fast_ap", *size) for size in kernel_cases.FAST_AP_TARGETS]
+    wanted += [(*row, "0-499") for row in kernel_cases.RAGGED_TARGETS]
     assert sorted(with_target) == sorted((*row, precision) for row in wanted for precision in kernel_cases.PRECISIONS)
     dims = {case.shape.dim for case in rows if case.row == "recall_at_k/ours" and case.shape.queries == 16384}
     assert dims == {64, 128, 384, 512, 768, 2048}
@@ -103,7 +104,8 @@ def test_verdicts_name_what_is_exceeded():
     assert target.verdict(3, 200) == "missed: time 1.50x, memory 2.00x"
     at_the_end = kernel_cases.vector_target(Shape(10**8, "1%", 1, "vector"), 40, 400)
     assert at_the_end == Target(10, 100)
-    assert kernel_cases.vector_target(Shape(10**8, "10%", 1, "vector"), 40, 400) == Target(40, 100)
+    assert kernel_cases.vector_target(Shape(10**8, "10%", 1, "vector"), 45, 400) == Target(20, 100)
+    assert kernel_cases.vector_target(Shape(10**7, "10%", 1, "vector"), 40, 400) == Target(40, 100)
 
 
 def test_slow_calls_are_repeated_as_seldom_as_possible(monkeypatch):

@@ -190,7 +190,7 @@ def backward_tile(
     if MODE == GRID:
         b_g += look_up(b_s, thresholds, weights, o_r, m_v, P, AXIS)
     elif MODE == SEARCH:
-        # the transpose of a tile is laid out for loads from many places; a product's layout would be changed by every step of a search
+        # a transpose is laid out for loads from many places, where a product's layout would be changed at each step of a search
         b_c = _crossings(tl.trans(b_s), thresholds, weights, extra, reached, o_r, m_v, m_reached, P, 1 - AXIS)
         b_g += tl.trans(b_c)
     elif MODE == SIGMOID:
