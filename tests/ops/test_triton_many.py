@@ -120,8 +120,8 @@ def test_the_same_input_gives_the_same_bits():
 @pytest.mark.parametrize(
     ("ranker", "normalize", "from_positives", "wanted"),
     [
-        (rg.Sigmoid(0.2), True, 5, True),
-        (rg.Sigmoid(0.2), True, 50, False),  # few positives
+        (rg.Sigmoid(0.2), True, 8, True),
+        (rg.Sigmoid(0.2), True, 9, False),  # few positives: 9 at most, 7.3 on average, rounded up to 8
         (rg.Sigmoid(0.2), False, 5, False),  # scores without a bound
         (rg.Sigmoid(0.001), True, 5, False),  # the grid would be too long
         (rg.UpperBound(0.2), True, 5, False),  # no grid for its line

@@ -332,13 +332,15 @@ def _fused_source(
     *,
     normalized: bool,
     ops: "Lowering[Any]",
-    width: int | None = None,
+    widths: Sequence[int] | None = None,
 ) -> Callable[..., ScoreSource]:
-    """The fused kernels for `ops`. `width`, the most positives of a query, avoids reading it from the device."""
+    """The fused kernels for `ops`. `widths`, the most and the mean positives of a query, avoid reading them from the device."""
     from rankgrad.ops.triton.embeddings import FusedEmbeddingScores, QueryGroups
 
-    everyone = [slice(0, len(relevance.query_order))]
-    layout = QueryGroups.of(relevance, device) if width is None else QueryGroups(relevance, everyone, [width])
+    if widths is None:
+        layout = QueryGroups.of(relevance, device)
+    else:
+        layout = QueryGroups(relevance, [slice(0, len(relevance.query_order))], [widths[0]], widths[1])
 
     def open_source(queries: Tensor, candidates: Tensor | None = None) -> ScoreSource:
         return FusedEmbeddingScores(
@@ -377,17 +379,18 @@ def _replayed(
         of_queries = None if weights is None else tensors[-1]
         built = relevance.with_tensors(*tensors).build()
         in_mean = Queries(built.num_relevant if weights is None else built.num_relevant_in_order(), of_queries)
-        return (built, in_mean), built.num_relevant.amax()[None]
+        mean = (built.num_relevant.sum() + len(embeddings) - 1) // len(embeddings)
+        return (built, in_mean), torch.stack((built.num_relevant.amax(), mean))
 
     def loss(leaf: Tensor, relevance_and_queries: tuple[EngineRelevance, Queries], widths: Sequence[int]) -> LossOutput:
         built, in_mean = relevance_and_queries
         normalized = config.compute.normalize
-        source = _fused_source(built, leaf.device, precision, normalized=normalized, ops=ops, width=widths[0])
+        source = _fused_source(built, leaf.device, precision, normalized=normalized, ops=ops, widths=widths)
         rows = _prepared(leaf, config.compute, "triton")
         return _run(source, ops, config, in_mean, (rows,), caller="")
 
     key = (config, precision, relevance.settings, weights is None)
-    program = GraphProgram((len(embeddings),), build, loss)
+    program = GraphProgram((len(embeddings),) * 2, build, loss)
     inputs = relevance.to(embeddings.device).tensors
     inputs = inputs if weights is None else (*inputs, weights.to(embeddings.device))
     outputs = graphs.run(key, embeddings, inputs, program)

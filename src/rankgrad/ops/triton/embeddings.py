@@ -160,15 +160,17 @@ class QueryGroups:
     relevance: EngineRelevance
     groups: list[slice]
     widths: list[int]
+    mean: int  # positives of a query
 
     @classmethod
     def of(cls, relevance: EngineRelevance, device: torch.device) -> "QueryGroups":
         queries = len(relevance.query_order)
         short = -queries % TILE
-        per_tile = torch.nn.functional.pad(relevance.num_relevant, (0, short)).view(-1, TILE).amax(dim=1).tolist()
+        tiles = torch.nn.functional.pad(relevance.num_relevant, (0, short)).view(-1, TILE)
+        *per_tile, pairs = torch.cat((tiles.amax(dim=1), tiles.sum()[None])).tolist()
+        mean = rounded_width(-(-pairs // queries))  # rounded like those of a captured call, so that both sum in the same order
         if queries * max(per_tile) <= relevance_module.ONE_GROUP:
-            # rounded like the width of a captured call, so that both sum in the same order
-            return cls(relevance.to(device), [slice(0, queries)], [rounded_width(max(per_tile))])
+            return cls(relevance.to(device), [slice(0, queries)], [rounded_width(max(per_tile))], mean)
         groups: list[slice] = []
         widths: list[int] = []
         for tile, most in enumerate(per_tile):
@@ -178,7 +180,7 @@ class QueryGroups:
             else:
                 groups.append(slice(tile * TILE, stop))
                 widths.append(width)
-        return cls(relevance.to(device), groups, widths)
+        return cls(relevance.to(device), groups, widths, mean)
 
     @cached_property
     def lists(self) -> dict[str, Tensor]:
@@ -354,8 +356,7 @@ class FusedEmbeddingScores:
 
     def _many_mode(self, ops: Lowering[Any]) -> Any:
         """The MODE of `ops` for many positives, or None where it does not pay off or where a grid would not fit."""
-        pairs = sum(width * (rows.stop - rows.start) for width, rows in zip(self.layout.widths, self.row_blocks, strict=True))
-        if ops.many_mode is None or pairs < MANY_POSITIVES * len(self.query_order):
+        if ops.many_mode is None or self.layout.mean < MANY_POSITIVES:
             return None
         fits = self.normalized and cells_of_unit_vectors(ops.score_scale) <= MOST_CELLS
         return ops.many_mode if fits or ops.many_mode != GRID else None

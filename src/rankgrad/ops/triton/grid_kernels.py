@@ -35,7 +35,7 @@ SIZES = ("P", "first_row", "num_rows", "from_row", "moment_row")
 
 
 @triton.jit(do_not_specialize=SIZES)
-def grid_kernel(thresholds, begins, used, first_row, num_rows, P, BP: tl.constexpr, BR: tl.constexpr):
+def grid_kernel(thresholds, begins, used, first_row, num_rows, P, cells, BP: tl.constexpr, BR: tl.constexpr):
     """Where the grid of query first_row + r begins, nowhere if it has no threshold [P, rows], and how many cells it has."""
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
     m_r = o_r < num_rows
@@ -51,7 +51,8 @@ def grid_kernel(thresholds, begins, used, first_row, num_rows, P, BP: tl.constex
     b_end = tl.max(b_high, 0) + ABOVE
     m_any = b_end > b_begin
     tl.store(begins + first_row + o_r, tl.where(m_any, b_begin, float("inf")), mask=m_r)
-    tl.store(used + first_row + o_r, tl.where(m_any, tl.ceil((b_end - b_begin) * PER_UNIT), 0.0).to(tl.int32), mask=m_r)
+    b_cells = tl.where(m_any, tl.minimum(tl.ceil((b_end - b_begin) * PER_UNIT), cells), 0.0)
+    tl.store(used + first_row + o_r, b_cells.to(tl.int32), mask=m_r)
 
 
 @triton.jit

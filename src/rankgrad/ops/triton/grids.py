@@ -61,6 +61,7 @@ class QueryGrids:
                 first_row=block.start,
                 num_rows=count,
                 P=columns.shape[0],
+                cells=cells,
                 **GRID_BLOCK,
             )
 
