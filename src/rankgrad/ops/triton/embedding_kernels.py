@@ -15,7 +15,7 @@ an integer, so the same input gives the same bits.
 Letters:  BM queries, BN candidates of a tile   P thresholds   i_ program index, o_ offsets, m_ a mask, b_ a block in registers
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -47,7 +47,9 @@ PER_QUERY = (
 Tiles: TypeAlias = Sequence[tuple[int, dict[str, int]]]
 COUNT_TILES: Tiles = (
     (190_000, {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}),
-    (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3}),
+    (190_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3}),
+    # before Hopper a thread of 4 warps would spill registers
+    (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
     (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
 )
 SPLIT_COUNT_TILES: Tiles = (
@@ -82,6 +84,11 @@ def tile_for(tiles: Tiles, device: torch.device) -> dict[str, int]:
 def tile_within(tiles: Tiles, memory: int) -> dict[str, int]:
     """The first tile that needs at most this shared memory."""
     return next(tile for needed, tile in tiles if memory >= needed)
+
+
+def shared_memory(tile: Mapping[str, int], *, split: bool) -> int:
+    """Most bytes that a program takes: every stage holds a step of both operands in float16, or its high and low parts."""
+    return tile["num_stages"] * tile["BK"] * (tile["BM"] + tile["BN"]) * torch.float16.itemsize * (1 + split)
 
 
 @triton.jit

@@ -1,0 +1,34 @@
+"""Tiles fit in the shared memory of the GPUs that they are chosen for, by calculation."""
+
+import pytest
+from benchmarks.other_gpus import CARDS
+
+kernels = pytest.importorskip("rankgrad.ops.triton.embedding_kernels")
+
+TABLES = {name: tiles for name, tiles in vars(kernels).items() if name.endswith("_TILES")}
+
+
+def test_there_are_tables_of_both_precisions():
+    assert {"COUNT_TILES", "SPLIT_COUNT_TILES"} <= set(TABLES)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_an_entry_holds_at_least_the_memory_it_takes(name):
+    for needed, tile in TABLES[name][:-1]:
+        assert kernels.shared_memory(tile, split=name.startswith("SPLIT")) <= needed, tile
+    assert TABLES[name][-1][0] == 0, "there is a tile for every GPU"
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+@pytest.mark.parametrize("name", TABLES)
+def test_what_a_gpu_gets_fits(name, card):
+    for first in (0, 1):  # with many thresholds the first is left out
+        tile = kernels.tile_within(TABLES[name][first:], card.shared)
+        assert kernels.shared_memory(tile, split=name.startswith("SPLIT")) <= card.shared
+
+
+def test_the_calculation_is_what_the_compiler_takes_on_hopper():
+    # `python -m benchmarks.other_gpus` for sm_90; before Hopper there is one stage less
+    tiles = {"fast": kernels.COUNT_TILES[0][1], "high": kernels.SPLIT_COUNT_TILES[0][1]}
+    assert kernels.shared_memory(tiles["fast"], split=False) == 147_456
+    assert kernels.shared_memory(tiles["high"], split=True) == 196_608
