@@ -66,7 +66,7 @@ def report(rows: Sequence[Row], first_rate: float = 0.0) -> str:
     """All tables as Markdown; batch sizes were compared at the best rate of at least `first_rate`."""
     chosen, first_chosen = chosen_settings(rows), chosen_settings(rows, first_rate)
     losses = _stage(rows, "loss")
-    main = [row for row in losses if chosen[row["data"], row["loss"]] == (row["setting"], float(row["lr"]))]
+    main, late = _shown(rows, losses, chosen)
     if not main:
         raise ValueError("text_study: the file has no run of the losses yet, only of the choice of rates")
     validation = {key: float(row["mAP"]) for key, row in best_on_validation(rows).items()}
@@ -82,6 +82,8 @@ def report(rows: Sequence[Row], first_rate: float = 0.0) -> str:
         machine=main[0]["machine"],
         torch=main[0]["torch"],
     )
+    if late:
+        head += f"\nNot run yet at the rate that was chosen, and shown at the best of those that were: {', '.join(late)}.\n"
     parts = [head, "## Results"]
     for split in ("disjoint", "published"):
         for data in _values(main, "data"):
@@ -103,6 +105,25 @@ def report(rows: Sequence[Row], first_rate: float = 0.0) -> str:
         parts += ["## Cached forms", _CACHED_TEXT, _cached(main, cached)]
     parts += ["## What was chosen", _choices(_stage(rows, "choice"))]
     return "\n\n".join(part.strip() for part in parts if part)
+
+
+def _shown(
+    rows: Sequence[Row], losses: Sequence[Row], chosen: Mapping[tuple[str, str], tuple[str, float]]
+) -> tuple[list[Row], list[str]]:
+    """Runs of each loss at the best rate that it was run at, and the losses for which that is not the chosen one."""
+    shown: list[Row] = []
+    late: list[str] = []
+    for data, name, split in dict.fromkeys((row["data"], row["loss"], row["split"]) for row in losses):
+        own = [row for row in losses if (row["data"], row["loss"], row["split"]) == (data, name, split)]
+        ran = {(row["setting"], float(row["lr"])) for row in own}
+        tried = [row for row in rows if (row["stage"], row["data"], row["loss"]) == ("choice", data, name)]
+        known = [row for row in tried if (row["setting"], float(row["lr"])) in ran]
+        best = max(known, key=lambda row: float(row["mAP"]))
+        used = best["setting"], float(best["lr"])
+        shown += [row for row in own if (row["setting"], float(row["lr"])) == used]
+        if used != chosen[data, name]:
+            late.append(f"`{name}` on {data}, {split}")
+    return shown, late
 
 
 _BATCH_TEXT = """The same number of texts in fewer, larger steps; the rate, the best of the first three, goes with the root of

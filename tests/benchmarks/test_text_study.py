@@ -11,7 +11,7 @@ pytest.importorskip("sentence_transformers")
 from benchmarks import text_study
 from benchmarks.text import intents, training
 from benchmarks.text.losses import LOSSES
-from benchmarks.text.report import chosen_settings, paired_difference, report
+from benchmarks.text.report import _shown, chosen_settings, paired_difference, report
 from tiny_encoder import sentence_encoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs are not ours to mend
@@ -91,6 +91,19 @@ def test_lower_rates_are_tried_until_one_is_worse():
     assert rates(values | {("s", 1e-5): 0.4}) == []
     assert rates({("s", 3e-5): 0.5, ("s", 1e-4): 0.6}) == []
     assert chosen_settings(rows(values | {("s", 1e-5): 0.6}), lowest=3e-5) == {("A", "L"): ("s", 3e-5)}
+
+
+def test_a_loss_not_yet_run_at_its_chosen_rate_is_shown_at_another_and_named():
+    def row(stage, lr, value, split="validation"):
+        found = {"stage": stage, "data": "A", "loss": "L", "setting": "s", "lr": lr, "mAP": value, "split": split}
+        return {name: str(each) for name, each in found.items()}
+
+    rows = [row("choice", 3e-5, 0.5), row("choice", 1e-5, 0.6), row("choice", 1e-4, 0.4)]
+    disjoint = [row("loss", 3e-5, 0.7, "disjoint"), row("loss", 1e-4, 0.8, "disjoint")]
+    shown, late = _shown(rows, disjoint, chosen_settings(rows))
+    assert ([each["lr"] for each in shown], late) == (["3e-05"], ["`L` on A, disjoint"])
+    shown, late = _shown(rows, [*disjoint, row("loss", 1e-5, 0.6, "disjoint")], chosen_settings(rows))
+    assert ([each["lr"] for each in shown], late) == (["1e-05"], [])
 
 
 def test_the_paired_difference_weighs_intents_by_their_queries():
