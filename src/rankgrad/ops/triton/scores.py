@@ -14,8 +14,8 @@ from rankgrad.ops.thresholds import Thresholds
 from rankgrad.ops.triton.bucket_tables import BucketTables
 from rankgrad.ops.triton.score_kernels import backward_kernel, column_kernel, count_kernel, positive_grad_kernel
 
-# Scores of a program.
-BLOCK = 1024
+# Scores of a program. All wait for the one that is searched longest, so there are few.
+BLOCK = 512
 
 # Buckets of a threshold, most buckets of all lists (16 MiB, which stay in the L2 cache), and scores of a bucket at least.
 BUCKETS_EACH = 16
