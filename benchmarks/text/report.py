@@ -27,14 +27,14 @@ one loop that calls every loss through the interface of sentence-transformers. L
 texts of an intent at a time, losses of pairs 2, and no intent comes again in a batch before all the others, which keeps
 false negatives of `MultipleNegativesRankingLoss` as few as they can be. For each loss and data set the learning rate
 and one setting of the loss (of two) were chosen by mAP on validation intents, a quarter of the training intents, with one
-seed{lower}. Under each table the loss of either library that is best on the validation intents is compared with that of
-the other.
+seed{lower}.
+Under each table the loss of either library that is best on the validation intents is compared with that of the other.
 
 *Disjoint*: trained on all texts of half of the intents, tested on all texts of the other half, each against the others.
 *Published*: trained on the published training texts, tested on the published test texts, each against the training
 texts, so that R@1 is the accuracy of the nearest neighbour. Mean and standard deviation of {seeds} seeds in percent;
-brackets have the 95% bootstrap interval over test intents, averaged over the seeds; a number without ± is of one seed. {lowest}
-of the {choices} chosen rates are the lowest that was tried with that loss. Machine: {machine}, torch {torch}. Every run is in
+brackets have the 95% bootstrap interval over test intents, averaged over the seeds; a number without ± is of one seed.
+Of the {choices} chosen rates {lowest} are the lowest and {highest} the highest that was tried with that loss. Machine: {machine}, torch {torch}. Every run is in
 [text-nvidia-h200.csv](../benchmarks/results/text-nvidia-h200.csv).
 """
 
@@ -73,8 +73,11 @@ def report(rows: Sequence[Row], first_rate: float = 0.0) -> str:
     lower = any(float(row["lr"]) < first_rate for row in _stage(rows, "choice"))
     head = HEAD.format(
         lowest=sum(rate == min(tried_rates(rows, *key, setting)) for key, (setting, rate) in chosen.items()),
+        highest=sum(rate == max(tried_rates(rows, *key, setting)) for key, (setting, rate) in chosen.items()),
         choices=len(chosen),
-        lower="; where the lowest of the first three rates was the best, lower ones followed" if lower else "",
+        lower="; where the lowest of the\nfirst three rates was the best, lower ones followed until one was worse"
+        if lower
+        else "",
         texts=f"{int(main[0]['texts']):,}",
         batch=main[0]["batch"],
         steps=int(main[0]["texts"]) // int(main[0]["batch"]),
