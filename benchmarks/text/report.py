@@ -34,7 +34,8 @@ Under each table the loss of either library that is best on the validation inten
 *Published*: trained on the published training texts, tested on the published test texts, each against the training
 texts, so that R@1 is the accuracy of the nearest neighbour. Mean and standard deviation of {seeds} seeds in percent;
 brackets have the 95% bootstrap interval over test intents, averaged over the seeds; a number without ± is of one seed.
-Of the {choices} chosen rates {lowest} are the lowest and {highest} the highest that was tried with that loss. Machine: {machine}, torch {torch}. Every run is in
+Of the {choices} chosen rates {lowest} are the lowest and {highest} the highest that was tried with that loss.
+Machine: {machine}, torch {torch}. Every run is in
 [text-nvidia-h200.csv](../benchmarks/results/text-nvidia-h200.csv).
 """
 
@@ -75,7 +76,7 @@ def report(rows: Sequence[Row], first_rate: float = 0.0) -> str:
         lowest=sum(rate == min(tried_rates(rows, *key, setting)) for key, (setting, rate) in chosen.items()),
         highest=sum(rate == max(tried_rates(rows, *key, setting)) for key, (setting, rate) in chosen.items()),
         choices=len(chosen),
-        lower="; where the lowest of the\nfirst three rates was the best, lower ones followed until one was worse"
+        lower="; where the\nlowest of the first three rates was the best, lower ones followed until one was worse"
         if lower
         else "",
         texts=f"{int(main[0]['texts']):,}",
