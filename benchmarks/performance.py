@@ -203,7 +203,8 @@ def cpu(rows: Sequence[Row]) -> str:
 
 
 def evaluation(rows: Sequence[Row]) -> str:
-    """Every size and way as it was measured last."""
+    """Every size and way as it was measured last with one thread."""
+    rows = [row for row in rows if row["threads"] == "1"]
     found = {(int(row["N"]), row["formulation"]): row for row in rows}
     names = list(dict.fromkeys(row["formulation"] for row in rows))
     sizes = sorted({n for n, _ in found})

@@ -62,9 +62,10 @@ def test_rates_have_their_share_of_the_bare_loop():
 
 
 def test_evaluations_are_in_processor_time_and_say_why_there_is_none():
-    row = {"N": "5000", "formulation": "ours", "core_seconds": "0.41", "peak_bytes": "48e6", "note": ""}
+    row = {"N": "5000", "formulation": "ours", "threads": "1", "core_seconds": "0.41", "peak_bytes": "48e6", "note": ""}
+    two = row | {"threads": "2", "core_seconds": "0.5"}  # threads that share a cache wait for each other
     other = row | {"N": "20000", "formulation": "other", "core_seconds": "", "note": "skipped: needs about 30 GB"}
-    lines = evaluation([row, other]).splitlines()
+    lines = evaluation([row, other, two]).splitlines()
     assert [cell.strip() for cell in lines[2].split("|")[1:4]] == ["5,000", "410 ms, 48 MB", ""]
     assert "needs about 30 GB" in lines[3]
 
