@@ -279,16 +279,20 @@ def _add_thresholds(
 
 @triton.jit(do_not_specialize=("P",))
 def among_kernel(scores, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr):
-    """out[row, x] = sum over the row's positives y of sigmoid((s_y - s_x) / tau), x itself among them; scale: of base 2."""
+    """out[row, x] = sum over the row's positives y of sigmoid((s_y - s_x) / tau), x itself among them; scale: of base 2.
+
+    Scores are subtracted before they are scaled: of two products less each other a GPU rounds one and not the other, so that
+    equal scores would differ.
+    """
     i = tl.program_id(0).to(tl.int64)
     count = tl.load(num_relevant + i)
     o_x = tl.program_id(1) * BX + tl.arange(0, BX)
-    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0) * scale
+    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
     b_sum = tl.zeros([BY, BX], tl.float32)
     for start in range(0, count, BY):
         o_y = start + tl.arange(0, BY)
-        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=float("-inf")) * scale
-        b_sum += reciprocal(1.0 + tl.exp2(b_x[None, :] - b_y[:, None]), ASM)
+        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=float("-inf"))
+        b_sum += reciprocal(1.0 + tl.exp2((b_x[None, :] - b_y[:, None]) * scale), ASM)
     tl.store(out + i * P + o_x, tl.sum(b_sum, 0), mask=o_x < P)
 
 
@@ -298,14 +302,14 @@ def among_bwd_kernel(scores, weights, num_relevant, out, P, scale, ASM: tl.const
     i = tl.program_id(0).to(tl.int64)
     count = tl.load(num_relevant + i)
     o_x = tl.program_id(1) * BX + tl.arange(0, BX)
-    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0) * scale
+    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
     b_wx = tl.load(weights + i * P + o_x, mask=o_x < count, other=0.0)
     b_sum = tl.zeros([BY, BX], tl.float32)
     for start in range(0, count, BY):
         o_y = start + tl.arange(0, BY)
-        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=float("-inf")) * scale
+        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=float("-inf"))
         b_wy = tl.load(weights + i * P + o_y, mask=o_y < count, other=0.0)
-        b_ahead = reciprocal(1.0 + tl.exp2(b_x[None, :] - b_y[:, None]), ASM)
+        b_ahead = reciprocal(1.0 + tl.exp2((b_x[None, :] - b_y[:, None]) * scale), ASM)
         b_sum += (b_wy[:, None] - b_wx[None, :]) * (b_ahead - b_ahead * b_ahead)
     tl.store(out + i * P + o_x, tl.where(o_x < count, tl.sum(b_sum, 0), 0.0), mask=o_x < P)
 
