@@ -9,7 +9,7 @@
     normalize_kernel   rows divided by their length, and the gradient of that
 
 Queries and candidates are in class order, in two operands of equal width, rows padded to whole tiles with zeros. A score
-is acc * alpha + row_bias + column_bias. What depends on the ranker stands in `lowerings`. Every sum has one owner or is
+is acc * alpha + row_bias + column_bias. What depends on the ranker stands in `ranker_kernels`. Every sum has one owner or is
 an integer, so the same input gives the same bits.
 
 Letters:  BM queries, BN candidates of a tile   P thresholds   i_ program index, o_ offsets, m_ a mask, b_ a block in registers
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from rankgrad.ops.triton.grid_kernels import deposit
-from rankgrad.ops.triton.lowerings import GRID, backward_tile, begin_rows, count_tile, tally_tile
+from rankgrad.ops.triton.ranker_kernels import GRID, backward_tile, begin_rows, count_tile, tally_tile
 
 # Rows of a tile of queries, most columns of a tile, step of a product; operands are padded to whole multiples.
 TILE = 128

@@ -38,7 +38,8 @@ from rankgrad.ops.triton.embedding_kernels import (
     tile_for,
 )
 from rankgrad.ops.triton.grids import MOST_CELLS, QueryGrids, cells_of_unit_vectors
-from rankgrad.ops.triton.lowerings import GRID, BackwardArgs, CountArgs, Lowering, num_buckets
+from rankgrad.ops.triton.lowerings import BackwardArgs, CountArgs, Lowering
+from rankgrad.ops.triton.ranker_kernels import GRID, num_buckets
 
 Precision = Literal["fast", "high"]
 

@@ -1,0 +1,326 @@
+"""What the embedding kernels compute for a ranker, by its MODE.
+
+The kernels of `embedding_kernels` walk over tiles and call device functions, which alone know the rankers:
+
+    begin_rows      thresholds that the rows of a tile have, and what is computed once for them
+    count_tile      a tile's part of the counts
+    tally_tile      the same where thresholds are searched
+    backward_tile   a tile's part of the gradient
+
+The positives of a query are compared with each other in kernels of their own: `among_kernel` and `among_bwd_kernel` for
+sigmoids, `proper_kernel` for steps. Thresholds are kept threshold-major, [P, rows], so that a load over queries is contiguous.
+
+Letters:  P thresholds of a query   i_ program index, o_ offsets, m_ a mask, b_ a block in registers
+"""
+
+import triton
+import triton.language as tl
+
+from rankgrad.ops.triton.device_functions import reciprocal
+from rankgrad.ops.triton.grid_kernels import look_up
+from rankgrad.ops.triton.score_kernels import position_of
+
+SIGMOID = tl.constexpr(0)
+STEP = tl.constexpr(1)
+RAMP = tl.constexpr(2)
+BOUND = tl.constexpr(3)
+# in place of SIGMOID and STEP where a query has many thresholds
+GRID = tl.constexpr(4)
+SEARCH = tl.constexpr(5)
+
+# Buckets of a query whose thresholds are searched: of each threshold, and at most.
+BUCKETS_EACH = tl.constexpr(8)
+MOST_BUCKETS = tl.constexpr(1024)
+
+
+def num_buckets(num_thresholds: int) -> int:
+    """Buckets of a query with so many thresholds."""
+    return min(int(BUCKETS_EACH.value) * num_thresholds, int(MOST_BUCKETS.value))
+
+
+@triton.jit
+def _power(b_x):
+    """2 ** x without overflow: beyond these ends a sigmoid is 0 or 1 in float32 whatever its threshold."""
+    return tl.exp2(tl.minimum(tl.maximum(b_x, -126.0), 126.0))
+
+
+@triton.jit
+def _centre(b_low, b_high):
+    """The middle of a row's thresholds, or +inf for all rows if the thresholds of one are too far apart to be factored.
+
+    A sigmoid of s - t, in units where the base is 2, needs 2 ** (s - t) = 2 ** (s - centre) * 2 ** (centre - t), one power per
+    score instead of one per threshold. That is exact while |centre - t| <= 100: where either power is cut off the sigmoid is
+    0 or 1 in float32.
+    """
+    m_any = b_high >= b_low  # a row may have none
+    b_low = tl.where(m_any, b_low, 0.0)
+    b_high = tl.where(m_any, b_high, 0.0)
+    return tl.where(tl.max(b_high - b_low, 0) > 200.0, float("inf"), 0.5 * (b_low + b_high))
+
+
+@triton.jit
+def _sigmoid(b_x, b_centre, b_t, FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr):
+    """A sigmoid and its complement; b_x is the power of a score less the centre if FACTORED, else the score.
+
+    PRECISE keeps the relative error of small sigmoids, which are all there is once classes are well apart.
+    """
+    b_power = b_x * tl.exp2(b_centre - b_t) if FACTORED else _power(b_x - b_t)
+    if PRECISE:
+        b_power = tl.minimum(b_power, 1.0e30)
+    b_behind = reciprocal(1.0 + b_power, ASM)
+    return b_power * b_behind if PRECISE else 1.0 - b_behind, b_behind
+
+
+@triton.jit
+def _soft_step(
+    b_x, b_centre, b_t, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """What stands for the step of a score less a threshold, and its slope by that over tau (SIGMOID, BOUND)."""
+    b_ahead, b_behind = _sigmoid(b_x, b_centre, b_t, FACTORED, PRECISE, ASM)
+    b_slope = b_ahead * b_behind
+    if MODE == BOUND:
+        b_d = b_x - b_t
+        b_ahead += tl.where(b_d > 0.0, 0.5, 0.0)
+        b_ahead = tl.where(b_d > DELTA, (b_d - DELTA) * (SLOPE * 0.6931471805599453) + OFFSET, b_ahead)
+        b_slope = tl.where(b_d > DELTA, SLOPE, b_slope)
+    return b_ahead, b_slope
+
+
+@triton.jit
+def begin_rows(thresholds, num_relevant, centres, o_m, o_r, m_m, num_rows, P, MODE: tl.constexpr, BM: tl.constexpr):
+    """How many thresholds the rows of a tile have at most, and the centre of each row's (SIGMOID, stored too)."""
+    if MODE != RAMP:  # only the thresholds that a row of this tile has
+        P = tl.max(tl.load(num_relevant + o_m, mask=m_m, other=0), 0)
+    b_centre = tl.zeros([BM], tl.float32)
+    if MODE == SIGMOID:
+        b_low = tl.full([BM], float("inf"), tl.float32)
+        b_high = tl.full([BM], float("-inf"), tl.float32)
+        for p in range(P):
+            b_t = tl.load(thresholds + tl.cast(p, tl.int64) * num_rows + o_r, mask=m_m, other=float("inf"))
+            b_low = tl.minimum(b_low, b_t)
+            b_high = tl.maximum(b_high, tl.where(b_t < float("inf"), b_t, float("-inf")))
+        b_centre = _centre(b_low, b_high)
+        tl.store(centres + o_r, b_centre, mask=m_m)
+    return P, b_centre
+
+
+@triton.jit
+def count_tile(
+    b_s, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
+    MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    PRECISE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Adds what of a tile is ahead of each threshold to the counts, and the slopes to theirs (SIGMOID, BOUND)."""
+    if (MODE == SIGMOID) or (MODE == BOUND):  # noqa: SIM109  # Triton has no `in`
+        p_t = thresholds + o_r
+        p_c = counts + p_out
+        p_a = slopes + p_out
+        if MODE == BOUND:  # the line beyond delta needs the score, so that a power in place of it would save nothing
+            _count_soft(b_s, b_centre, p_t, p_c, p_a, m_m, num_rows, P, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM)
+        # two loops and not one with a branch: either the score or its power is alive, and registers are scarce
+        elif tl.max(b_centre, 0) < float("inf"):
+            b_e = _power(b_s - b_centre[:, None])
+            _count_soft(b_e, b_centre, p_t, p_c, p_a, m_m, num_rows, P, MODE, DELTA, SLOPE, OFFSET, True, PRECISE, ASM)
+        else:
+            _count_soft(b_s, b_centre, p_t, p_c, p_a, m_m, num_rows, P, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM)
+    else:
+        for p in range(P):
+            p_p = tl.cast(p, tl.int64) * num_rows
+            b_old = tl.load(counts + p_out + p_p, mask=m_m, other=0)
+            if MODE == STEP:
+                b_t = tl.load(thresholds + o_r + p_p, mask=m_m, other=float("inf"))
+                b_c = tl.sum((b_s >= b_t[:, None]).to(tl.int32), 1)
+            else:  # edges are one apart, from the one that `thresholds` points to downwards
+                b_c = tl.sum(tl.minimum(tl.maximum(b_s - (tl.load(thresholds) - p), 0.0), 1.0), 1)
+            tl.store(counts + p_out + p_p, b_old + b_c, mask=m_m)
+
+
+@triton.jit
+def _count_soft(
+    b_x, b_centre, p_t, p_c, p_a, m_m, stride, P,
+    MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile's sum of soft steps and of their slopes to what the program has of its rows."""
+    b_next = tl.load(p_t, mask=m_m, other=float("inf"))
+    for p in range(P):
+        b_t = b_next
+        p_t += stride * tl.minimum(P - 1 - p, 1)  # prefetch the next threshold
+        b_next = tl.load(p_t, mask=m_m, other=float("inf"))
+        b_count = tl.load(p_c, mask=m_m, other=0.0)
+        b_slope = tl.load(p_a, mask=m_m, other=0.0)
+        b_ahead, b_steep = _soft_step(
+            b_x, b_centre[:, None], b_t[:, None], MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM
+        )  # fmt: skip
+        tl.store(p_c, b_count + tl.sum(b_ahead, 1), mask=m_m)
+        tl.store(p_a, b_slope + tl.sum(b_steep, 1), mask=m_m)
+        p_c += stride
+        p_a += stride
+
+
+@triton.jit
+def backward_tile(
+    b_g, b_s, thresholds, weights, extra, reached, num_relevant, o_i, o_r, m_v, m_reached, stride, P,
+    AXIS: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    PRECISE: tl.constexpr, ASM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Adds to a gradient tile what the thresholds of its rows (AXIS 1) or of its columns (AXIS 0) contribute.
+
+    `extra` is the centre of a query's thresholds (SIGMOID) or the scale of its gradient (STEP, SEARCH). `thresholds` is where a
+    GRID begins and `weights` its table of P cells; for a SEARCH see `_crossings`.
+    """
+    b_extra = tl.zeros([SIZE], tl.float32)
+    if (MODE != RAMP) and (MODE != GRID) and (MODE != SEARCH):
+        b_extra = tl.load(extra + o_r, mask=m_v, other=0.0)
+        P = tl.max(tl.load(num_relevant + o_i, mask=m_v, other=0), 0)  # no more than a query of this tile has
+    p_t = thresholds + o_r
+    p_w = weights + o_r
+    p_c = reached + o_r
+    if MODE == GRID:
+        b_g += look_up(b_s, thresholds, weights, o_r, m_v, P, AXIS)
+    elif MODE == SEARCH:
+        # a transpose is laid out for loads from many places, where a product's layout would be changed at each step of a search
+        b_c = _crossings(tl.trans(b_s), thresholds, weights, extra, reached, o_r, m_v, m_reached, P, 1 - AXIS)
+        b_g += tl.trans(b_c)
+    elif MODE == SIGMOID:
+        # two calls and not one with a branch inside: either the score or its power is alive in the loop
+        if tl.max(b_extra, 0) < float("inf"):
+            b_g = _add_thresholds(
+                b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P,
+                AXIS, MODE, DELTA, SLOPE, OFFSET, True, PRECISE, ASM,
+            )  # fmt: skip
+        else:
+            b_g = _add_thresholds(
+                b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P,
+                AXIS, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM,
+            )  # fmt: skip
+    else:
+        b_g = _add_thresholds(
+            b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P,
+            AXIS, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM,
+        )  # fmt: skip
+    return b_g
+
+
+@triton.jit
+def tally_tile(b_s, maps, tables, descending, counts, o_r, m_m, P):
+    """counts[r, k] += scores of row r of the tile that lie below k thresholds [rows, P] and no more."""
+    b_s = tl.trans(b_s)
+    b_row = tl.where(m_m, o_r, 0).to(tl.int64)[None, :]
+    m_s = (b_s > float("-inf")) & m_m[None, :]
+    buckets = tl.minimum(BUCKETS_EACH * P, MOST_BUCKETS)
+    b_k = position_of(b_s, m_s, maps + b_row * 2, tables + b_row * (buckets + 1), descending + b_row * P, buckets)
+    tl.atomic_add(counts + b_row * P + b_k, 1, mask=m_s & (b_k < P), sem="relaxed")
+
+
+@triton.jit
+def _crossings(b_s, thresholds, tables, scale, reached, o_r, m_v, m_reached, P, AXIS: tl.constexpr):
+    """How many more thresholds of a row, or column, are above a score after the perturbation, scaled, and `tally_tile` of them.
+
+    A row of `thresholds` is its map of buckets and P thresholds before and after, one of `tables` where buckets begin in both.
+    """
+    b_row = tl.expand_dims(tl.where(m_v, o_r, 0).to(tl.int64), AXIS)
+    m_s = (b_s > float("-inf")) & tl.expand_dims(m_v, AXIS)
+    p_t = thresholds + b_row * (2 + 2 * P)
+    buckets = tl.minimum(BUCKETS_EACH * P, MOST_BUCKETS)
+    p_b = tables + b_row * (2 * (buckets + 1))
+    b_before = position_of(b_s, m_s, p_t, p_b, p_t + 2, buckets)
+    b_after = position_of(b_s, m_s, p_t, p_b + (buckets + 1), p_t + 2 + P, buckets)
+    m_new = m_s & tl.expand_dims(m_reached, AXIS) & (b_after < P)
+    tl.atomic_add(reached + b_row * P + b_after, 1, mask=m_new, sem="relaxed")
+    return (b_after - b_before).to(tl.float32) * tl.load(scale + b_row)
+
+
+@triton.jit
+def _add_thresholds(
+    b_g, b_s, b_extra, p_t, p_w, p_reached, m_v, m_reached, stride, P,
+    AXIS: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    NOTHING: tl.constexpr = float("inf") if MODE == STEP else 0.0
+    b_x = b_s
+    b_extra = tl.expand_dims(b_extra, AXIS)
+    if FACTORED:
+        b_x = _power(b_s - b_extra)
+    b_next_t = tl.load(p_t, mask=m_v, other=float("inf"))
+    b_next_w = tl.load(p_w, mask=m_v, other=NOTHING)
+    for p in range(P):
+        b_t = tl.expand_dims(b_next_t, AXIS)
+        b_w = tl.expand_dims(b_next_w, AXIS)
+        step = stride * tl.minimum(P - 1 - p, 1)  # prefetch the next threshold
+        p_w += step
+        b_next_w = tl.load(p_w, mask=m_v, other=NOTHING)
+        if MODE != RAMP:
+            p_t += step
+            b_next_t = tl.load(p_t, mask=m_v, other=float("inf"))
+        if (MODE == SIGMOID) or (MODE == BOUND):  # noqa: SIM109
+            _, b_steep = _soft_step(b_x, b_extra, b_t, MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM)
+            b_g += b_w * b_steep
+        elif MODE == STEP:  # w is the perturbed threshold
+            b_now = b_w > b_s
+            b_g += (b_now.to(tl.float32) - (b_t > b_s).to(tl.float32)) * b_extra
+            tl.atomic_add(p_reached, tl.sum(tl.where(b_now, 0, 1), AXIS), mask=m_reached, sem="relaxed")
+            p_reached += stride
+        else:  # w is the step of the table at this edge, edges are one apart
+            b_g += tl.where(b_s > b_t - p, b_w, 0.0)
+    return b_g
+
+
+@triton.jit(do_not_specialize=("P",))
+def among_kernel(scores, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr):
+    """out[row, x] = sum over the row's positives y of sigmoid((s_y - s_x) / tau), x itself among them; scale: of base 2.
+
+    Scores are subtracted before they are scaled: of two products less each other a GPU rounds one and not the other, so that
+    equal scores would differ.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    count = tl.load(num_relevant + i)
+    o_x = tl.program_id(1) * BX + tl.arange(0, BX)
+    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
+    b_sum = tl.zeros([BY, BX], tl.float32)
+    for start in range(0, count, BY):
+        o_y = start + tl.arange(0, BY)
+        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=float("-inf"))
+        b_sum += reciprocal(1.0 + tl.exp2((b_x[None, :] - b_y[:, None]) * scale), ASM)
+    tl.store(out + i * P + o_x, tl.sum(b_sum, 0), mask=o_x < P)
+
+
+@triton.jit(do_not_specialize=("P",))
+def among_bwd_kernel(scores, weights, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr):
+    """out[row, x] = sum over y of (w_y - w_x) slope((s_y - s_x) / tau): the slope of a sigmoid is even."""
+    i = tl.program_id(0).to(tl.int64)
+    count = tl.load(num_relevant + i)
+    o_x = tl.program_id(1) * BX + tl.arange(0, BX)
+    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
+    b_wx = tl.load(weights + i * P + o_x, mask=o_x < count, other=0.0)
+    b_sum = tl.zeros([BY, BX], tl.float32)
+    for start in range(0, count, BY):
+        o_y = start + tl.arange(0, BY)
+        b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=float("-inf"))
+        b_wy = tl.load(weights + i * P + o_y, mask=o_y < count, other=0.0)
+        b_ahead = reciprocal(1.0 + tl.exp2((b_x[None, :] - b_y[:, None]) * scale), ASM)
+        b_sum += (b_wy[:, None] - b_wx[None, :]) * (b_ahead - b_ahead * b_ahead)
+    tl.store(out + i * P + o_x, tl.where(o_x < count, tl.sum(b_sum, 0), 0.0), mask=o_x < P)
+
+
+@triton.jit(do_not_specialize=("P",))
+def proper_kernel(ahead, order, descending, num_relevant, rank, among, P, AMONG: tl.constexpr, BLOCK: tl.constexpr):
+    """Ranks of a row's positives [P] from their positions in descending order and the irrelevant ones ahead; 1 at padding.
+
+    AMONG: those among the positives, too.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    o_position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_position = o_position < P
+    count = tl.load(num_relevant + i)
+    b_item = tl.load(order + i * P + o_position, mask=m_position, other=0)
+    b_value = tl.load(descending + i * P + o_position, mask=m_position, other=0.0)
+    m_real = m_position & (b_item < count)
+    # padding is infinite and last in its row: ahead of every item but of infinite ones
+    b_among = o_position + 1 - tl.where(b_value == float("inf"), 0, P - count)
+    b_among = tl.where(m_real, b_among, 1)
+    b_ahead = tl.load(ahead + i * P + b_item, mask=m_real, other=0)
+    if AMONG:
+        tl.store(among + i * P + b_item, b_among.to(among.dtype.element_ty), mask=m_position)
+    tl.store(rank + i * P + b_item, (b_among + b_ahead).to(rank.dtype.element_ty), mask=m_position)
