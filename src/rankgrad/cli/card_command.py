@@ -52,8 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         onnx = False
     name = given.name or (given.out or given.run).resolve().name
     (run,) = read_runs([given.run])
-    facts = _text_facts if of_texts else partial(_facts, onnx=onnx or given.out is None)
-    text = model_card(run, facts(model, name, given.license))
+    text = model_card(run, _facts(model, name, given.license, onnx=onnx or given.out is None))
     if given.out is None:
         print("\n".join(map(printable, text.rstrip("\n").split("\n"))))
         return 0
@@ -70,35 +69,28 @@ def main(arguments: Sequence[str]) -> int:
 
 def _facts(model: TrainedModel, name: str, licence: str, *, onnx: bool) -> CardFacts:
     recipe = model.recipe
-    return CardFacts(
+    common = partial(
+        CardFacts,
         name=name,
         checkpoint=model.checkpoint,
         step=model.step,
         dim=model.dim,
         parameters=sum(parameter.numel() for parameter in model.model.parameters()),
-        preparation=description(model)["preparation"],
-        first_weights=describe_first_weights(recipe.trunk, recipe.weights),
         command=training_command(recipe),
-        files={file: purpose for file, purpose in PURPOSES.items() if onnx or file != FILES["onnx"]},
         licence=licence,
     )
-
-
-def _text_facts(model: TrainedModel, name: str, licence: str) -> CardFacts:
-    assert model.tokenizer is not None
-    return CardFacts(
-        name=name,
-        checkpoint=model.checkpoint,
-        step=model.step,
-        dim=model.dim,
-        parameters=sum(parameter.numel() for parameter in model.model.parameters()),
+    if model.tokenizer is None:
+        return common(
+            preparation=description(model)["preparation"],
+            first_weights=describe_first_weights(recipe.trunk, recipe.weights),
+            files={file: purpose for file, purpose in PURPOSES.items() if onnx or file != FILES["onnx"]},
+        )
+    return common(
         preparation=[f"tokenize, and cut after {model.tokenizer.max_length:,} tokens"],
-        first_weights=f"Training began with the weights of {Path(model.recipe.trunk).name}."
-        if model.recipe.weights == "default"
-        else describe_first_weights("", model.recipe.weights),
-        command=training_command(model.recipe),
+        first_weights=f"Training began with the weights of {Path(recipe.trunk).name}."
+        if recipe.weights == "default"
+        else describe_first_weights("", recipe.weights),
         files=text_export.PURPOSES,
-        licence=licence,
         modality=TEXTS,
     )
 

@@ -19,7 +19,7 @@ from rankgrad.runs.recipe import Recipe, format_value
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.retrieval_task import RetrievalTask
 from rankgrad.runs.task import VALIDATION, Task
-from rankgrad.runs.trials import OutOfTimeError, Trials
+from rankgrad.runs.trials import NotStartedError, Trials
 
 TEST = "test"
 # how far a grid is continued beyond its ends
@@ -175,7 +175,7 @@ def run_study(
             title = f"{number}/{len(lines)} {line.variation.group}: {line.variation.label}"
             trials.starts = bool(share[1]) and turns[_text(line.recipe)] % share[1] == share[0]
             # out of time, what later lines have in the ledger is still shown
-            with contextlib.suppress(OutOfTimeError):
+            with contextlib.suppress(NotStartedError):
                 if study.selection and seed == seeds[0]:
                     assert isinstance(task, RetrievalTask), "only retrieval has validation classes"
                     _select(study.selection, line, task, trials, title, changes)

@@ -14,8 +14,8 @@ from rankgrad.runs.task import Task
 from rankgrad.train.errors import NotFiniteError, TrainingError
 
 
-class OutOfTimeError(Exception):
-    """The next run would go beyond the time that was given, or is another process's."""
+class NotStartedError(Exception):
+    """A run was not started: it would go beyond the time that was given, or is another process's."""
 
 
 class Trials:
@@ -131,6 +131,6 @@ class Trials:
     def _check_time(self, kind: tuple[str, ...]) -> None:
         used = time.perf_counter() - self._began
         if not self.starts:
-            raise OutOfTimeError
+            raise NotStartedError
         if self.minutes and used + self._seconds.get(kind, 0.0) > 60 * self.minutes:
-            raise OutOfTimeError
+            raise NotStartedError
