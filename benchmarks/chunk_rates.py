@@ -8,7 +8,6 @@ rate is that of a run. Needs a GPU (`--device cpu --steps 2 --warm-up 1` shows t
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ CASES = [
 
 
 def rate(case: ChunkCase, device: torch.device, *, steps: int, warm_up: int) -> tuple[float, int, str]:
-    """Median images per second over `steps` steps after `warm_up`, peak memory, warnings."""
+    """Images per second of `steps` steps in a row after `warm_up`, peak memory, warnings."""
     torch.manual_seed(0)
     spec = ModelSpec(trunk=TRUNKS[case.model], dim=512, weights="none", batch_norm="frozen")
     settings = TrainSettings(
@@ -69,18 +68,19 @@ def rate(case: ChunkCase, device: torch.device, *, steps: int, warm_up: int) -> 
     step.train()
     images = torch.randint(0, 256, (case.batch, 3, case.size, case.size), dtype=torch.uint8, device=device)
     labels = torch.arange(case.batch, device=device) // PER_CLASS
-    seconds = []
+    began = 0.0
     for i in range(steps + warm_up):
-        if i == warm_up and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        _synchronize(device)
-        began = time.perf_counter()
+        if i == warm_up:
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            _synchronize(device)
+            began = time.perf_counter()
         step(i, i, torch.arange(case.batch), images, labels, warn=lambda message, **_: said.append(message))
-        _synchronize(device)
-        seconds.append(time.perf_counter() - began)
+    _synchronize(device)
+    seconds = time.perf_counter() - began
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     step.release()
-    return case.batch / statistics.median(seconds[warm_up:]), memory, "; ".join(said)
+    return steps * case.batch / seconds, memory, "; ".join(said)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -5,14 +5,17 @@
 
     decode        JPEG files to pixels, all threads
     augment       crops and flips of decoded images on the device
-    bare          torch alone on a resident batch: forward, backward, optimizer, no loss over the batch. The limit
+    bare          torch alone on a resident batch of pixels: forward, backward and fused AdamW of the same network, channels
+                  last, captured as one CUDA graph; no loss over the batch, no data. The limit
     step          `TrainStep` as `rankgrad train` uses it on a resident batch, the rank loss included; whole or in chunks
-    train         `rankgrad train` from files on disk, augmentation included: the epochs after the first, which decodes
-    metric-learning   the loop of a user of pytorch-metric-learning: ImageFolder, torchvision's transforms, DataLoader
+    train         `rankgrad train` from files on disk: sampling, augmentation and journal included, in the epochs after the
+                  first, which decodes, compiles and records
+    metric-learning   the loop of a user of pytorch-metric-learning: ImageFolder, torchvision's transforms, DataLoader with a
+                  worker per core, Multi-Similarity loss, the same network, autocast
 
-Random weights, bf16, frozen batch normalisation. `of_bare` is the share of the bare loop with as many images in a pass of the
-network. Without --data, images of smoothed noise, 500 x 375 pixels, are written first. Needs a GPU for figures that mean
-something; `--device cpu --smallest` shows that it works.
+Random weights, bf16, frozen batch normalisation. Steps are timed in a row, as they follow each other in training. `of_bare` is
+the share of the bare loop with as many images in a pass of the network. Without --data, images of smoothed noise, 500 x 375
+pixels, are written first. Needs a GPU for figures that mean something; `--device cpu --smallest` shows that it works.
 """
 
 import argparse
@@ -29,7 +32,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from benchmarks.chunk_rates import PER_CLASS, TRUNKS, ChunkCase, rate
 from benchmarks.csv_rows import append_csv, text_table
@@ -42,7 +44,7 @@ from rankgrad.data.prefetch import default_threads
 from rankgrad.data.preprocessing import Augment
 from rankgrad.data.readers import read
 from rankgrad.data.samplers import ClassBalanced
-from rankgrad.models import ModelSpec, build_model
+from rankgrad.models import Embedder, ModelSpec, build_model
 
 STAGES = ("decode", "augment", "bare", "step", "train", "metric-learning")
 MODELS = (("resnet50", 224), ("lite0", 112))
@@ -52,6 +54,8 @@ IN_CHUNKS = ((400, 100), (4000, 400))
 # images on disk: classes, images of a class, height; a batch of 4,000 has 4 of each class
 ON_DISK = (1000, 20, 375)
 EPOCH_STEPS = 20
+# epochs that are timed after the first; of the largest batch, whose epochs take seconds, one
+TIMED_EPOCHS = 3
 
 
 @dataclass(frozen=True)
@@ -104,22 +108,22 @@ class Machine:
         return max(self.steps * 400 // max(batch, 400), min(self.steps, 3))
 
     def per_second(self, step: Callable[[], object], images: int) -> float:
-        """Images per second: the median over `steps` calls after `warm_up`."""
-        seconds = []
-        for _ in range(self.warm_up + self.steps):
-            self.wait()
-            began = time.perf_counter()
+        """Images per second of `steps` calls in a row after `warm_up`."""
+        for _ in range(self.warm_up):
             step()
-            self.wait()
-            seconds.append(time.perf_counter() - began)
-        return images / statistics.median(seconds[self.warm_up :])
+        self.wait()
+        began = time.perf_counter()
+        for _ in range(self.steps):
+            step()
+        self.wait()
+        return self.steps * images / (time.perf_counter() - began)
 
     @property
     def train_images(self) -> Path:
         return self.data / "train" if (self.data / "train").is_dir() else self.data
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False)
 
 
 def measure(case: RateCase, machine: Machine) -> float:
@@ -151,19 +155,37 @@ def _augment(case: RateCase, machine: Machine) -> float:
 
 
 def _bare(case: RateCase, machine: Machine) -> float:
+    on_gpu = machine.device.type == "cuda"
     model = _network(case).to(machine.device).to(memory_format=torch.channels_last).train()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=machine.device.type == "cuda")
-    images = torch.randn(case.batch, 3, case.size, case.size, device=machine.device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=on_gpu, capturable=on_gpu)
+    images = torch.randint(0, 256, (case.batch, 3, case.size, case.size), dtype=torch.uint8, device=machine.device)
     images = images.contiguous(memory_format=torch.channels_last)
+    # embeddings have length 1, so that a sum of their squares would have no gradient
+    direction = torch.randn(model.dim, device=machine.device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         with machine.autocast():
             embeddings = model(images)
-        embeddings.float().square().mean().backward()
+        (embeddings @ direction).mean().backward()
         optimizer.step()
 
-    return machine.per_second(step, case.batch)
+    return machine.per_second(captured(step) if on_gpu else step, case.batch)
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """A step as one CUDA graph, as torch's manual captures a whole network: the host then launches nothing else."""
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 def _step(case: RateCase, machine: Machine) -> float:
@@ -182,7 +204,8 @@ def _train(case: RateCase, machine: Machine) -> float:
             "trunk": TRUNKS[case.model], "weights": "none", "batch-norm": "frozen", "size": case.size,
             "batch-size": case.batch, "per-class": PER_CLASS, "chunk-size": case.chunk,
             "keep": 0 if case.keep == "none" else "auto", "evaluate-every": 0,
-            "images-per-class": max(EPOCH_STEPS * case.batch // classes, PER_CLASS), "epochs": 2,
+            "images-per-class": max(EPOCH_STEPS * case.batch // classes, PER_CLASS),
+            "epochs": 1 + (TIMED_EPOCHS if case.batch <= max(WHOLE) else 1),
             "precision": "bf16" if machine.device.type == "cuda" else "float32",
         }  # fmt: skip
         if command_line(["train", *(f"--{name}={value}" for name, value in settings.items())]):
@@ -201,8 +224,7 @@ def _metric_learning(case: RateCase, machine: Machine) -> float:
         [
             transforms.RandomResizedCrop(case.size),
             transforms.RandomHorizontalFlip(),
-            transforms.ToTensor(),
-            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+            transforms.PILToTensor(),  # the network normalises pixels
         ]
     )
     images = datasets.ImageFolder(str(machine.train_images), prepared)
@@ -239,7 +261,7 @@ _MEASURES: dict[str, Callable[[RateCase, Machine], float]] = dict(
 )
 
 
-def _network(case: RateCase) -> nn.Module:
+def _network(case: RateCase) -> Embedder:
     return build_model(ModelSpec(trunk=TRUNKS[case.model], dim=512, weights="none", batch_norm="frozen"))
 
 

@@ -226,6 +226,7 @@ class _Training:
                 raise ValueError(
                     f"fit: batches promised {len(self.batches)} steps per epoch and gave none from step {self.state.in_epoch}"
                 )
+            self.step.flush()  # the epoch ends when its last step does
             self._finish_epoch(time.perf_counter() - began, self.state.step - first_step)
             if self.state.step < self.total and self._stop_requested():
                 return "interrupted"
@@ -233,7 +234,6 @@ class _Training:
 
     def _finish_epoch(self, seconds: float, steps: int) -> None:
         complete = self.state.in_epoch >= len(self.batches)
-        self.step.flush()
         self._log("epoch", loss=self.epoch_loss.value(), seconds=seconds, steps=steps)
         every = self.settings.evaluate_every
         final = self.state.step == self.total
