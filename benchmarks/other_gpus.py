@@ -106,7 +106,8 @@ def recorded(card: Card) -> Iterator[list[Launch]]:
     """Kernels are not run but noted, with the tiles of this card."""
     from triton.runtime.jit import JITFunction
 
-    from rankgrad.ops.triton import embedding_kernels, embeddings
+    from rankgrad.ops.triton import embeddings
+    from rankgrad.ops.triton.tiles import tile_within
 
     launches: list[Launch] = []
 
@@ -114,7 +115,7 @@ def recorded(card: Card) -> Iterator[list[Launch]]:
         launches.append(Launch(kernel, dict(zip(kernel.arg_names, positional, strict=False)) | named))
 
     def tile_for(tiles: Any, device: torch.device) -> dict[str, int]:
-        return embedding_kernels.tile_within(tiles, card.shared)
+        return tile_within(tiles, card.shared)
 
     made = embeddings.FusedEmbeddingScores.__init__
 

@@ -3,9 +3,9 @@
 import pytest
 from benchmarks.other_gpus import CARDS
 
-kernels = pytest.importorskip("rankgrad.ops.triton.embedding_kernels")
+tiles = pytest.importorskip("rankgrad.ops.triton.tiles")
 
-TABLES = {name: tiles for name, tiles in vars(kernels).items() if name.endswith("_TILES")}
+TABLES = {name: table for name, table in vars(tiles).items() if name.endswith("_TILES")}
 
 
 def test_there_are_tables_of_both_precisions():
@@ -15,7 +15,7 @@ def test_there_are_tables_of_both_precisions():
 @pytest.mark.parametrize("name", TABLES)
 def test_an_entry_holds_at_least_the_memory_it_takes(name):
     for needed, tile in TABLES[name][:-1]:
-        assert kernels.shared_memory(tile, split=name.startswith("SPLIT")) <= needed, tile
+        assert tiles.shared_memory(tile, split=name.startswith("SPLIT")) <= needed, tile
     assert TABLES[name][-1][0] == 0, "there is a tile for every GPU"
 
 
@@ -23,12 +23,11 @@ def test_an_entry_holds_at_least_the_memory_it_takes(name):
 @pytest.mark.parametrize("name", TABLES)
 def test_what_a_gpu_gets_fits(name, card):
     for first in (0, 1):  # with many thresholds the first is left out
-        tile = kernels.tile_within(TABLES[name][first:], card.shared)
-        assert kernels.shared_memory(tile, split=name.startswith("SPLIT")) <= card.shared
+        tile = tiles.tile_within(TABLES[name][first:], card.shared)
+        assert tiles.shared_memory(tile, split=name.startswith("SPLIT")) <= card.shared
 
 
 def test_the_calculation_is_what_the_compiler_takes_on_hopper():
     # `python -m benchmarks.other_gpus` for sm_90; before Hopper there is one stage less
-    tiles = {"fast": kernels.COUNT_TILES[0][1], "high": kernels.SPLIT_COUNT_TILES[0][1]}
-    assert kernels.shared_memory(tiles["fast"], split=False) == 147_456
-    assert kernels.shared_memory(tiles["high"], split=True) == 196_608
+    assert tiles.shared_memory(tiles.COUNT_TILES[0][1], split=False) == 147_456
+    assert tiles.shared_memory(tiles.SPLIT_COUNT_TILES[0][1], split=True) == 196_608

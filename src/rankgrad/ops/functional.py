@@ -47,7 +47,7 @@ def _prepared(embeddings: Tensor, compute: Compute, backend: str) -> Tensor:
     if not compute.normalize:
         return wide
     if backend == "triton":
-        from rankgrad.ops.triton.embeddings import normalize
+        from rankgrad.ops.triton.operands import normalize
 
         return normalize(wide)
     return normalize_rows(wide)
@@ -335,7 +335,8 @@ def _fused_source(
     widths: Sequence[int] | None = None,
 ) -> Callable[..., ScoreSource]:
     """The fused kernels for `ops`. `widths`, the most and the mean positives of a query, avoid reading them from the device."""
-    from rankgrad.ops.triton.embeddings import FusedEmbeddingScores, QueryGroups
+    from rankgrad.ops.triton.embeddings import FusedEmbeddingScores
+    from rankgrad.ops.triton.query_groups import QueryGroups
 
     if widths is None:
         layout = QueryGroups.of(relevance, device)

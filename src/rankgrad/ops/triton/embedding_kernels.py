@@ -5,8 +5,6 @@
     scatter_kernel     the same for many thresholds: each candidate is added to the one place of its query that it belongs to
     backward_kernel    one tile of the gradient of scores, written in float16 for the library's matrix products
     gather_kernel      gradients of the relevant pairs, added to the products' result in the caller's row order
-    operand_kernel     embeddings as float16 operands in class order
-    normalize_kernel   rows divided by their length, and the gradient of that
 
 Queries and candidates are in class order, in two operands of equal width, rows padded to whole tiles with zeros. A score
 is acc * alpha + row_bias + column_bias. What depends on the ranker stands in `ranker_kernels`. Every sum has one owner or is
@@ -15,20 +13,11 @@ an integer, so the same input gives the same bits.
 Letters:  BM queries, BN candidates of a tile   P thresholds   i_ program index, o_ offsets, m_ a mask, b_ a block in registers
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
-
-import torch
 import triton
 import triton.language as tl
 
 from rankgrad.ops.triton.grid_kernels import deposit
 from rankgrad.ops.triton.ranker_kernels import GRID, backward_tile, begin_rows, count_tile, tally_tile
-
-# Rows of a tile of queries, most columns of a tile, step of a product; operands are padded to whole multiples.
-TILE = 128
-WIDEST = 256
-STEP = 64
 
 # Neither the value of these arguments nor the alignment of these arrays makes the code better, and each case that Triton
 # tells apart (1, a multiple of 16, aligned) is seconds of compiling at the next batch size.
@@ -40,55 +29,6 @@ PER_QUERY = (
     *("start", "stop", "self_index", "num_relevant", "thresholds", "counts", "slopes", "centres"),
     *(f"{role}_{name}" for role in ("row", "column") for name in ("t", "w", "extra", "reached")),
 )
-
-# Tiles and schedules, best first, found by timing on an H200: an entry holds the shared memory it needs. A counting tile is
-# wider than a gradient tile, which needs registers for scores, powers and sums at once. They are not tuned at run time: to
-# compile one more candidate takes longer than a training step gains from it in a thousand calls.
-Tiles: TypeAlias = Sequence[tuple[int, dict[str, int]]]
-COUNT_TILES: Tiles = (
-    (190_000, {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}),
-    (190_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3}),
-    # before Hopper a thread of 4 warps would spill registers
-    (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
-    (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
-)
-SPLIT_COUNT_TILES: Tiles = (
-    (200_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
-    (99_000, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 3}),
-    (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
-)
-BACKWARD_TILES: Tiles = (
-    (125_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 4}),
-    (99_000, {"BM": TILE, "BN": TILE // 4, "BK": 64, "num_warps": 4, "num_stages": 3}),
-    (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
-)
-SPLIT_BACKWARD_TILES: Tiles = (
-    (125_000, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 4}),
-    (99_000, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 3}),
-    (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
-)
-STRIPE = 8
-
-# From this number of thresholds on, comparisons with positives are the larger part of a tile's work, and smaller tiles hide
-# more of it behind the products; those with the edges of bins are too cheap for that.
-MANY_THRESHOLDS = 8
-
-
-def tile_for(tiles: Tiles, device: torch.device) -> dict[str, int]:
-    """The first tile whose needs the device meets."""
-    if device.type != "cuda":
-        return tiles[0][1]
-    return tile_within(tiles, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
-
-
-def tile_within(tiles: Tiles, memory: int) -> dict[str, int]:
-    """The first tile that needs at most this shared memory."""
-    return next(tile for needed, tile in tiles if memory >= needed)
-
-
-def shared_memory(tile: Mapping[str, int], *, split: bool) -> int:
-    """Most bytes that a program takes: every stage holds a step of both operands in float16, or its high and low parts."""
-    return tile["num_stages"] * tile["BK"] * (tile["BM"] + tile["BN"]) * torch.float16.itemsize * (1 + split)
 
 
 @triton.jit
@@ -398,61 +338,3 @@ def gather_kernel(
         b_sum = tl.dot(b_weight, b_partner, b_sum, input_precision="ieee")
     p_out = out + tl.load(order + o_i, mask=m_i, other=0).to(tl.int64)[:, None] * d + o_d[None, :]
     tl.store(p_out, b_sum, mask=m_o)
-
-
-@triton.jit
-def operand_kernel(
-    base, order, mean, scale, operand, plain, row_bias, column_bias, d,
-    SPLIT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """One row of the operands, in class order and scaled; DP is d padded with zeros to a multiple of the product's step.
-
-    SPLIT: x = high + low in two float16, DP of each. Otherwise: x less the mean in float16, the mean's share in the scores as
-    biases, and x itself for the products of the backward pass.
-    """
-    i = tl.program_id(0).to(tl.int64)
-    row = tl.load(order + i)
-    b_scale = tl.load(scale)
-    to_mean = 0.0
-    mean_square = 0.0
-    for k in range(0, DP, BD):
-        o_d = k + tl.arange(0, BD)
-        m_d = o_d < d
-        b_x = tl.load(base + row * d + o_d, mask=m_d, other=0.0)
-        m_o = o_d < DP
-        if SPLIT:
-            b_high = (b_x * b_scale).to(tl.float16)
-            b_low = (b_x * b_scale - b_high.to(tl.float32)).to(tl.float16)
-            tl.store(operand + i * (2 * DP) + o_d, b_high, mask=m_o)
-            tl.store(operand + i * (2 * DP) + DP + o_d, b_low, mask=m_o)
-        else:
-            b_mean = tl.load(mean + o_d, mask=m_d, other=0.0)
-            to_mean += tl.sum(b_x * b_mean, 0)
-            mean_square += tl.sum(b_mean * b_mean, 0)
-            tl.store(operand + i * DP + o_d, ((b_x - b_mean) * b_scale).to(tl.float16), mask=m_o)
-            tl.store(plain + i * DP + o_d, (b_x * b_scale).to(tl.float16), mask=m_o)
-    tl.store(row_bias + i, to_mean)
-    tl.store(column_bias + i, to_mean - mean_square)
-
-
-@triton.jit
-def normalize_kernel(x, normalized, inverse, d, smallest, BD: tl.constexpr):
-    """A row divided by its length, and 1 / length; a row of large numbers is scaled first, so that no square overflows."""
-    i = tl.program_id(0).to(tl.int64)
-    o_d = tl.arange(0, BD)
-    b_x = tl.load(x + i * d + o_d, mask=o_d < d, other=0.0)
-    scale = tl.maximum(tl.max(tl.abs(b_x), 0), 1.0)
-    b_x = b_x / scale
-    b_inverse = 1.0 / tl.maximum(tl.sqrt(tl.sum(b_x * b_x, 0)), smallest)
-    tl.store(normalized + i * d + o_d, b_x * b_inverse, mask=o_d < d)
-    tl.store(inverse + i, b_inverse / scale)
-
-
-@triton.jit
-def normalize_bwd_kernel(normalized, inverse, d_normalized, d_x, d, BD: tl.constexpr):
-    """What of a row's gradient is not along the row, divided by its length."""
-    i = tl.program_id(0).to(tl.int64)
-    o_d = tl.arange(0, BD)
-    b_u = tl.load(normalized + i * d + o_d, mask=o_d < d, other=0.0)
-    b_g = tl.load(d_normalized + i * d + o_d, mask=o_d < d, other=0.0)
-    tl.store(d_x + i * d + o_d, (b_g - b_u * tl.sum(b_u * b_g, 0)) * tl.load(inverse + i), mask=o_d < d)

@@ -1,47 +1,42 @@
-"""Scores of embeddings by the fused kernels: operands, launches, and what is kept between the passes."""
+"""Scores of embeddings by the fused kernels: launches, and what is kept between the passes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops import relevance as relevance_module
-from rankgrad.ops.autograd import SMALLEST_LENGTH, PositiveScores, first_derivative_only
-from rankgrad.ops.labels import IntervalRelevance
+from rankgrad.ops.autograd import PositiveScores
 from rankgrad.ops.pairs import PairRelevance
-from rankgrad.ops.relevance import EngineRelevance, rounded_width
 from rankgrad.ops.triton.bucket_tables import BucketTables
+from rankgrad.ops.triton.embedding_gradient import EmbeddingGradient
 from rankgrad.ops.triton.embedding_kernels import (
-    BACKWARD_TILES,
-    COUNT_TILES,
-    MANY_THRESHOLDS,
-    SPLIT_BACKWARD_TILES,
-    SPLIT_COUNT_TILES,
-    STEP,
-    STRIPE,
-    TILE,
-    WIDEST,
-    Tiles,
     backward_kernel,
     count_kernel,
-    gather_kernel,
     listed_positives_kernel,
-    normalize_bwd_kernel,
-    normalize_kernel,
-    operand_kernel,
     positives_kernel,
     scatter_kernel,
-    tile_for,
 )
 from rankgrad.ops.triton.grids import MOST_CELLS, QueryGrids, cells_of_unit_vectors
 from rankgrad.ops.triton.lowerings import BackwardArgs, CountArgs, Lowering
+from rankgrad.ops.triton.operands import Operands, Precision, operand_scale, padded
+from rankgrad.ops.triton.query_groups import QueryGroups
 from rankgrad.ops.triton.ranker_kernels import GRID, num_buckets
-
-Precision = Literal["fast", "high"]
+from rankgrad.ops.triton.tiles import (
+    BACKWARD_TILES,
+    COUNT_TILES,
+    LOOK_UP,
+    MANY_THRESHOLDS,
+    SPLIT_BACKWARD_TILES,
+    SPLIT_COUNT_TILES,
+    SPLIT_LOOK_UP,
+    STRIPE,
+    TILE,
+    Tiles,
+    tile_for,
+)
 
 # Most rows of the score gradient that exist at once, of all its parts, and most bytes of them: fewer rows leave an H200 idle in
 # a product with 512 columns, or 1,024 where both parts of the embeddings are multiplied; 4 GiB are their share of memory at a
@@ -53,158 +48,11 @@ GRADIENT_BYTES = 2**32
 # positives than to compare it with each of them.
 MANY_POSITIVES = 32
 
-# Tiles of candidates that a program adds to such places: few queries at a time, so that these stay in the cache. A tile for
-# reading from them leaves most of the shared memory to the cache.
+# Tiles of candidates that a program adds to such places: few queries at a time, so that these stay in the cache.
 TILES_EACH = 16
-LOOK_UP = {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 8, "num_stages": 4}
-SPLIT_LOOK_UP = {**LOOK_UP, "num_stages": 2}
 
 # The gradient of scores is scaled so that its largest possible entry is here; float16 ends at 65,504.
 GRADIENT_PEAK = 2.0**14
-
-# float16 has 11 bits and is normal down to 6e-5: 64 times a unit vector's coordinates keeps their low parts normal too
-NORMALIZED_SCALE = 64.0
-
-
-def _padded(length: int, to: int) -> int:
-    """The least multiple of `to` that holds `length`."""
-    return -(-length // to) * to
-
-
-class _Normalize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        normalized, inverse = torch.empty_like(x), x.new_empty(len(x))
-        d = x.shape[1]
-        normalize_kernel[(len(x),)](
-            x=x, normalized=normalized, inverse=inverse, d=d, smallest=SMALLEST_LENGTH, BD=triton.next_power_of_2(d)
-        )
-        ctx.save_for_backward(normalized, inverse)
-        return normalized
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, d_normalized: Tensor) -> Tensor:
-        normalized, inverse = ctx.saved_tensors
-        d_x, d = torch.empty_like(normalized), normalized.shape[1]
-        normalize_bwd_kernel[(len(normalized),)](
-            normalized=normalized,
-            inverse=inverse,
-            d_normalized=d_normalized.contiguous(),
-            d_x=d_x,
-            d=d,
-            BD=triton.next_power_of_2(d),
-        )
-        return d_x
-
-
-def normalize(x: Tensor) -> Tensor:
-    """Rows of a float32 matrix divided by their length: one kernel forward and one backward, where torch takes a dozen."""
-    rows: Tensor = _Normalize.apply(x)
-    return rows
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Embeddings as the kernels read them: float16, in class order, padded to whole tiles."""
-
-    operand: Tensor  # [rows, width] in whole steps of a product: one part less the mean, or high and low parts
-    row_bias: Tensor  # [rows] what centring took from a query's scores
-    column_bias: Tensor  # [rows] and from a candidate's
-    plain: Tensor  # [items in whole tiles, width] as `operand` without centring, for the products of the backward pass
-    scale: Tensor  # [1] of the numbers in both
-
-    @classmethod
-    def of(cls, base: Tensor, order: Tensor, mean: Tensor, scale: Tensor, precision: Precision) -> "Operands":
-        items, d = base.shape
-        split = precision == "high"
-        rows, step = _padded(items, WIDEST), _padded(d, STEP)
-
-        def new(columns: int) -> Tensor:
-            out = base.new_empty(rows, columns, dtype=torch.float16)
-            out[items:] = 0  # a padded row scores 0 and is hidden; uninitialised memory could hold NaN
-            return out
-
-        operand = new(2 * step if split else step)
-        plain = operand if split else new(step)
-        biases = base.new_zeros(2, rows)
-        operand_kernel[(items,)](
-            base=base,
-            order=order,
-            mean=mean,
-            scale=scale,
-            operand=operand,
-            plain=plain,
-            row_bias=biases[0],
-            column_bias=biases[1],
-            d=d,
-            SPLIT=split,
-            DP=step,
-            BD=min(1024, 1 << (step - 1).bit_length()),
-        )
-        return cls(operand, biases[0], biases[1], plain[: _padded(items, TILE)], scale)
-
-
-def operand_scale(base: Tensor, normalized: bool) -> Tensor:
-    """[1] power of two that brings coordinates to where float16 is dense; `normalized` says that rows have length 1."""
-    if normalized:
-        return torch.full((1,), NORMALIZED_SCALE, device=base.device)
-    largest = base.abs().amax().reshape(1).clamp(min=1e-30)
-    return torch.exp2(torch.floor(torch.log2(NORMALIZED_SCALE / largest)))
-
-
-@dataclass(frozen=True)
-class QueryGroups:
-    """Queries in groups of whole tiles with about as many positives."""
-
-    relevance: EngineRelevance
-    groups: list[slice]
-    widths: list[int]
-    mean: int  # positives of a query
-
-    @classmethod
-    def of(cls, relevance: EngineRelevance, device: torch.device) -> "QueryGroups":
-        queries = len(relevance.query_order)
-        short = -queries % TILE
-        tiles = torch.nn.functional.pad(relevance.num_relevant, (0, short)).view(-1, TILE)
-        *per_tile, pairs = torch.cat((tiles.amax(dim=1), tiles.sum()[None])).tolist()
-        mean = rounded_width(-(-pairs // queries))  # rounded like those of a captured call, so that both sum in the same order
-        if queries * max(per_tile) <= relevance_module.ONE_GROUP:
-            return cls(relevance.to(device), [slice(0, queries)], [rounded_width(max(per_tile))], mean)
-        groups: list[slice] = []
-        widths: list[int] = []
-        for tile, most in enumerate(per_tile):
-            width, stop = rounded_width(most), min((tile + 1) * TILE, queries)
-            if widths and widths[-1] == width:
-                groups[-1] = slice(groups[-1].start, stop)
-            else:
-                groups.append(slice(tile * TILE, stop))
-                widths.append(width)
-        return cls(relevance.to(device), groups, widths, mean)
-
-    @cached_property
-    def lists(self) -> dict[str, Tensor]:
-        """Int32 as the kernels read them: [Q] each, and for listed pairs `columns`, which start and stop are then places of."""
-        r = self.relevance
-        if isinstance(r, PairRelevance):
-            start, stop, columns = r.edges[:-1], r.edges[1:], r.ascending_columns().int()
-        else:
-            assert isinstance(r, IntervalRelevance)
-            start, stop, columns = r.start, r.stop, None
-        stacked = torch.stack((start, stop, r.self_column, r.num_relevant)).int()
-        named = dict(zip(("start", "stop", "self_index", "num_relevant"), stacked, strict=True))
-        return {**named, "columns": stacked if columns is None or not len(columns) else columns}
-
-    @cached_property
-    def offsets(self) -> Tensor:
-        """[Q] where a query begins when the relevant pairs of all groups, padding included, are one row-major array."""
-        parts, begin = [], 0
-        for group, width in zip(self.groups, self.widths, strict=True):
-            rows = group.stop - group.start
-            parts.append(torch.arange(rows, device=self.relevance.query_order.device) * width + begin)
-            begin += rows * width
-        return torch.cat(parts)
 
 
 class FusedEmbeddingScores:
@@ -227,10 +75,8 @@ class FusedEmbeddingScores:
         self.layout, self.precision, self.threshold_scale = layout, precision, threshold_scale
         self.relevance = relevance = layout.relevance
         self.row_blocks, self.query_order = layout.groups, relevance.query_order
-        self.one_base, self.symmetric = candidates is None, candidates is None and relevance.symmetric
-        self.bases: tuple[Tensor, ...] = (
-            (queries,) if self.symmetric else (queries, queries if candidates is None else candidates)
-        )
+        self.symmetric = candidates is None and relevance.symmetric
+        self.bases = (queries,) if candidates is None else (queries, candidates)
         others = queries if candidates is None else candidates
         mean = others.mean(dim=0) if precision == "fast" else others[0]
         self.queries = Operands.of(queries, relevance.query_order, mean, operand_scale(queries, normalized), precision)
@@ -412,11 +258,10 @@ class FusedEmbeddingScores:
     def backward(self, ops: Lowering[Any], thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
         args = [ops.backward_args(*block) for block in zip(thresholds, rank_grads, self.kept, strict=True)]
         peak = torch.stack([of_block.peak for of_block in args]).amax().clamp(min=1e-30)
-        self.gradient_scale = GRADIENT_PEAK / (peak * (2 if self.symmetric else 1))
+        scale = GRADIENT_PEAK / (peak * (2 if self.symmetric else 1))
         for of_block in args:
-            of_block.rescale(self.gradient_scale)
-        operands = (self.queries,) if self.symmetric else (self.queries, self.candidates)
-        self.products = [torch.zeros(operand.plain.shape, device=operand.plain.device) for operand in operands]
+            of_block.rescale(scale)
+        self.gradient = EmbeddingGradient(self.bases, self.queries, self.candidates, self.layout, scale)
         if self.grids:
             self._multiply_gradient(ops, [self.grids.backward_args(args)], [self.everyone])
         elif ops.per_positive:
@@ -433,9 +278,9 @@ class FusedEmbeddingScores:
     def _gradient_memory(self, largest_group: int) -> Tensor:
         """[1 or 2, rows of the score gradient that exist at once, candidates] in float16, reused by every pass."""
         parts = 2 if self.precision == "high" else 1
-        candidates = _padded(self.num_candidates, TILE)
+        candidates = padded(self.num_candidates, TILE)
         rows_that_fit = max(GRADIENT_BYTES // (2 * candidates * parts) // TILE * TILE, TILE)
-        rows = min(max(GRADIENT_ROWS // parts, TILE), rows_that_fit, _padded(largest_group, TILE))
+        rows = min(max(GRADIENT_ROWS // parts, TILE), rows_that_fit, padded(largest_group, TILE))
         return torch.empty(parts, rows, candidates, dtype=torch.float16, device=self.query_order.device)
 
     def _backward_group(
@@ -447,7 +292,7 @@ class FusedEmbeddingScores:
             end = min(begin + size, group.stop)
             first_column = begin if self.symmetric else 0
             width = (all_rows if self.symmetric else self.num_candidates) - first_column
-            stride = _padded(width, TILE)  # the library's products are slow where a length is odd
+            stride = padded(width, TILE)  # the library's products are slow where a length is odd
             buffers = [part.view(-1)[: (end - begin) * stride].view(end - begin, stride) for part in memory]
             # columns of one set of embeddings are queries too, group by group; other candidates are one group
             for other, columns in enumerate(groups if self.symmetric else [slice(0, self.num_candidates)]):
@@ -484,104 +329,7 @@ class FusedEmbeddingScores:
                     **self._constants,
                     **tile,
                 )
-            self._multiply(buffers, begin, end)
-
-    def _multiply(self, gradient: list[Tensor], begin: int, end: int) -> None:
-        queries, candidates = self.queries.plain, self.candidates.plain
-        if self.symmetric:
-            _add_products(self.products[0][begin:end], gradient, candidates[begin:])
-            if end < len(self.query_order):
-                beyond = [g[:, end - begin :].t() for g in gradient]
-                _add_products(self.products[0][end:], beyond, queries[begin:end])
-        else:
-            _add_products(self.products[0][begin:end], gradient, candidates)
-            _add_products(self.products[1], [g.t() for g in gradient], queries[begin:end])
+            self.gradient.add(buffers, slice(begin, end))
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
-        r, lists = self.relevance, self.layout.lists
-        if isinstance(r, PairRelevance):
-            return self._pair_grads(r, r.values(d_positives))
-        assert isinstance(r, IntervalRelevance)
-        flat = torch.cat([d.contiguous().view(-1) for d in d_positives])
-        partners = {"first_partner": lists["start"], "last_partner": lists["stop"]}
-        if self.symmetric:
-            return (self._gather(2, 0, self.bases[0], r.query_order, flat, partners, r.query_order),)
-        d_queries = self._gather(0, 0, self.bases[1], r.candidate_order, flat, partners, r.query_order)
-        first, last = r.query_intervals()
-        partners = {"first_partner": first.int(), "last_partner": last.int()}
-        return d_queries, self._gather(1, 1, self.bases[0], r.query_order, flat, partners, r.candidate_order)
-
-    def _pair_grads(self, pairs: PairRelevance, values: Tensor) -> tuple[Tensor, ...]:
-        sums = (
-            pairs.candidates_of_queries(values, self.bases[1][pairs.candidate_order]),
-            pairs.queries_of_candidates(values, self.bases[0][pairs.query_order]),
-        )
-        orders, others = (pairs.query_order, pairs.candidate_order), (self.candidates, self.queries)
-        grads = []
-        parts = 2 if self.precision == "high" else 1  # what the low parts contributed stands beside
-        for found, product, order, other in zip(sums, self.products, orders, others, strict=True):
-            rows, d = found.shape
-            whole = product[:rows].view(rows, parts, -1)[:, :, :d].sum(dim=1)
-            found.addcmul_(whole, 1 / (self.gradient_scale * other.scale))
-            grads.append(torch.empty_like(found).index_copy_(0, order, found))
-        return (grads[0].add_(grads[1]),) if self.one_base else tuple(grads)
-
-    def _gather(
-        self,
-        role: int,
-        index: int,
-        partners: Tensor,
-        partner_order: Tensor,
-        flat: Tensor,
-        intervals: dict[str, Tensor],
-        order: Tensor,
-    ) -> Tensor:
-        out = torch.empty_like(self.bases[index])
-        items, d = out.shape
-        other = self.candidates if role != 1 else self.queries
-        block = min(128, max(16, triton.next_power_of_2(d)))
-        gather_kernel[(triton.cdiv(items, 32), triton.cdiv(d, block))](
-            partners=partners,
-            partner_order=partner_order,
-            d_positives=flat,
-            offset=self.layout.offsets,
-            start=self.layout.lists["start"],
-            self_index=self.layout.lists["self_index"],
-            **intervals,
-            product=self.products[index],
-            product_scale=1 / (self.gradient_scale * other.scale),
-            product_width=self.products[index].shape[1],
-            SPLIT=self.precision == "high",
-            order=order,
-            out=out,
-            items=items,
-            d=d,
-            ROLE=role,
-            BI=32,
-            BJ=32,
-            BD=block,
-        )
-        return out
-
-
-# float16 products with a float32 result came with torch 2.8; before, the factors are widened first, which is slower
-MIXED_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
-
-
-def _add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
-    """Out += alpha * a @ b for float16 a and b with float32 sums."""
-    if a.is_cuda and MIXED_PRODUCTS:
-        torch.addmm(out, a, b, alpha=alpha, out_dtype=torch.float32, out=out)
-    else:
-        out.addmm_(a.float(), b.float(), alpha=alpha)
-
-
-def _add_products(out: Tensor, gradient: list[Tensor], rows: Tensor) -> None:
-    """Out += gradient @ rows. With two parts of both, the high gradient is multiplied with both parts of the rows at once.
-
-    The low part of the gradient is kept 2048 times, and its product joins that of the low parts of the rows: both are small.
-    """
-    _add_product(out, gradient[0], rows)
-    if len(gradient) > 1:
-        half = rows.shape[1] // 2
-        _add_product(out[:, half:], gradient[1], rows[:, :half], alpha=1 / 2048)
+        return self.gradient.finish(d_positives)

@@ -1,0 +1,133 @@
+"""The gradient of embeddings: products with the gradient of scores, and what the relevant pairs add to them."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from rankgrad.ops.labels import IntervalRelevance
+from rankgrad.ops.pairs import PairRelevance
+from rankgrad.ops.triton.embedding_kernels import gather_kernel
+from rankgrad.ops.triton.operands import Operands
+from rankgrad.ops.triton.query_groups import QueryGroups
+
+# float16 products with a float32 result came with torch 2.8; before, the factors are widened first, which is slower
+MIXED_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+class EmbeddingGradient:
+    """The gradient of queries and candidates, or of one set of embeddings in both roles (`bases` has one).
+
+    The gradient of the scores comes `scale` times, some rows at a time, in class order.
+    """
+
+    def __init__(
+        self, bases: Sequence[Tensor], queries: Operands, candidates: Operands, layout: QueryGroups, scale: Tensor
+    ) -> None:
+        self.bases, self.queries, self.candidates, self.layout, self.scale = bases, queries, candidates, layout, scale
+        self.relevance = layout.relevance
+        self.symmetric = len(bases) == 1 and self.relevance.symmetric
+        operands = (queries,) if self.symmetric else (queries, candidates)
+        self.products = [torch.zeros(of.plain.shape, device=of.plain.device) for of in operands]
+
+    def add(self, gradient: list[Tensor], rows: slice) -> None:
+        """Multiply with the gradient of the scores of these queries: with all candidates, or from the first of `rows` on.
+
+        The latter where scores are symmetric: what stands beyond the square of the rows is of both of its queries.
+        """
+        queries, candidates = self.queries.plain, self.candidates.plain
+        if self.symmetric:
+            _add_products(self.products[0][rows], gradient, candidates[rows.start :])
+            if rows.stop < len(self.relevance.query_order):
+                beyond = [g[:, rows.stop - rows.start :].t() for g in gradient]
+                _add_products(self.products[0][rows.stop :], beyond, queries[rows])
+        else:
+            _add_products(self.products[0][rows], gradient, candidates)
+            _add_products(self.products[1], [g.t() for g in gradient], queries[rows])
+
+    def finish(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
+        """Gradients of the bases, with those of the relevant pairs; call it once."""
+        r, lists = self.relevance, self.layout.lists
+        first, last = self.bases[0], self.bases[-1]
+        if isinstance(r, PairRelevance):
+            return self._of_pairs(r, r.values(d_positives))
+        assert isinstance(r, IntervalRelevance)
+        flat = torch.cat([d.contiguous().view(-1) for d in d_positives])
+        partners = {"first_partner": lists["start"], "last_partner": lists["stop"]}
+        if self.symmetric:
+            return (self._gather(2, first, r.query_order, first, r.query_order, flat, partners),)
+        d_queries = self._gather(0, first, r.query_order, last, r.candidate_order, flat, partners)
+        begin, end = r.query_intervals()
+        partners = {"first_partner": begin.int(), "last_partner": end.int()}
+        return d_queries, self._gather(1, last, r.candidate_order, first, r.query_order, flat, partners)
+
+    def _of_pairs(self, pairs: PairRelevance, values: Tensor) -> tuple[Tensor, ...]:
+        sums = (
+            pairs.candidates_of_queries(values, self.bases[-1][pairs.candidate_order]),
+            pairs.queries_of_candidates(values, self.bases[0][pairs.query_order]),
+        )
+        orders, others = (pairs.query_order, pairs.candidate_order), (self.candidates, self.queries)
+        grads = []
+        for found, product, order, other in zip(sums, self.products, orders, others, strict=True):
+            rows, d = found.shape
+            whole = product[:rows].view(rows, other.parts, -1)[:, :, :d].sum(dim=1)
+            found.addcmul_(whole, 1 / (self.scale * other.scale))
+            grads.append(torch.empty_like(found).index_copy_(0, order, found))
+        return (grads[0].add_(grads[1]),) if len(self.bases) == 1 else tuple(grads)
+
+    def _gather(
+        self,
+        role: int,
+        base: Tensor,
+        order: Tensor,
+        partners: Tensor,
+        partner_order: Tensor,
+        flat: Tensor,
+        intervals: dict[str, Tensor],
+    ) -> Tensor:
+        out = torch.empty_like(base)
+        items, d = out.shape
+        other, product = (self.queries, self.products[-1]) if role == 1 else (self.candidates, self.products[0])
+        block = min(128, max(16, triton.next_power_of_2(d)))
+        gather_kernel[(triton.cdiv(items, 32), triton.cdiv(d, block))](
+            partners=partners,
+            partner_order=partner_order,
+            d_positives=flat,
+            offset=self.layout.offsets,
+            start=self.layout.lists["start"],
+            self_index=self.layout.lists["self_index"],
+            **intervals,
+            product=product,
+            product_scale=1 / (self.scale * other.scale),
+            product_width=product.shape[1],
+            SPLIT=other.parts == 2,
+            order=order,
+            out=out,
+            items=items,
+            d=d,
+            ROLE=role,
+            BI=32,
+            BJ=32,
+            BD=block,
+        )
+        return out
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+    """Out += alpha * a @ b for float16 a and b with float32 sums."""
+    if a.is_cuda and MIXED_PRODUCTS:
+        torch.addmm(out, a, b, alpha=alpha, out_dtype=torch.float32, out=out)
+    else:
+        out.addmm_(a.float(), b.float(), alpha=alpha)
+
+
+def _add_products(out: Tensor, gradient: list[Tensor], rows: Tensor) -> None:
+    """Out += gradient @ rows. With two parts of both, the high gradient is multiplied with both parts of the rows at once.
+
+    The low part of the gradient is kept 2048 times, and its product joins that of the low parts of the rows: both are small.
+    """
+    _add_product(out, gradient[0], rows)
+    if len(gradient) > 1:
+        half = rows.shape[1] // 2
+        _add_product(out[:, half:], gradient[1], rows[:, :half], alpha=1 / 2048)
