@@ -1,7 +1,9 @@
-"""Memory of a device, autocast, and what a failed capture of a CUDA graph leaves behind."""
+"""Memory of a device, autocast, whether it runs Triton's kernels, and what a failed capture of a CUDA graph leaves behind."""
 
 import gc
+import os
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 # asked once: older torch.compile cannot trace the question
 AUTOCAST_DEVICES = {kind for kind in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(kind)}
+# Ampere: what Triton supports and the kernels are compiled for in `benchmarks.other_gpus`
+LEAST_CAPABILITY = (8, 0)
 
 
 def available_bytes(device: torch.device | str = "cpu") -> int | None:
@@ -41,6 +45,19 @@ def _available_in_container() -> int | None:
         return max(int(limit) - int(used), 0) if limit != "max" else None
     except (OSError, ValueError):
         return None
+
+
+def triton_obstacle(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot run on tensors on `device`, None where they can: on a CPU only in the interpreter."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type != "cuda":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return None if interpreted else f"the tensors are on {device} and TRITON_INTERPRET=1 is not set"
+    if (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+        wanted, found = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
+        return f"the kernels need compute capability {wanted}, and this GPU has {found}"
+    return None
 
 
 def autocast_disabled(device: torch.device) -> Any:

@@ -6,7 +6,7 @@ import torch
 from data.sample_images import picture
 from torchvision.transforms import v2
 
-from rankgrad.data import image_store
+from rankgrad.data import crop_kernel, image_store
 from rankgrad.data.image_store import ImageBuffer, bytes_needed
 from rankgrad.data.preprocessing import Augment
 from rankgrad.data.seeds import generator
@@ -125,6 +125,39 @@ def test_both_ways_to_read_the_buffer_agree():
     assert torch.equal(copied[4, 2, 5], flat[starts[4, 2, 5] :][:100])
 
 
+def test_the_kernel_shows_what_the_matrices_do(monkeypatch):
+    store, index, boxes, flip = cases(3, fraction=0.2, seed=3)
+    monkeypatch.setattr(crop_kernel, "ROWS", 32)
+    monkeypatch.setattr(crop_kernel, "COLUMNS", 32)
+    index, boxes, flip = (torch.cat(parts) for parts in ((index, OVER[0]), (boxes, OVER[1]), (flip, OVER[2])))
+    for size in (13, 34):  # part of a tile, and several
+        by_matrices = store.crops(index, boxes, flip, size)
+        with monkeypatch.context() as patch:
+            patch.setattr(image_store, "_has_kernel", lambda device: True)
+            by_kernel = store.crops(index, boxes, flip, size)
+            rounded = store.crops(index, boxes, flip, size, dtype=torch.uint8)
+        # where a centre lies is known to a few units in the last place of some hundred pixels
+        torch.testing.assert_close(by_kernel, by_matrices, atol=2e-3, rtol=0)
+        assert rounded.dtype == torch.uint8
+        assert torch.equal(rounded, by_kernel.round().to(torch.uint8))
+
+
+def test_the_kernel_copies_a_box_of_the_size(monkeypatch):
+    store, index, _, flip = cases(6)
+    boxes = torch.tensor([[2.0, 1, 16, 16]]).repeat(6, 1)
+    expected = store.crops(index, boxes, flip, 16)
+    monkeypatch.setattr(image_store, "_has_kernel", lambda device: True)
+    assert torch.equal(store.crops(index, boxes, flip, 16), expected)
+
+
+# boxes between pixels, and such that reach over an edge or lie beyond it
+OVER = (
+    torch.tensor([0, 1, 2, 3]),
+    torch.tensor([[10.25, 5.5, 20, 20], [-5.0, -3, 40, 30], [120.5, 100, 30, 10.5], [200.0, 50, 8, 8]]),
+    torch.tensor([False, True, True, False]),
+)
+
+
 def test_no_images_give_no_crops():
     pixels = store_of(RAGGED).crops(torch.empty(0, dtype=torch.long), torch.empty(0, 4), torch.empty(0, dtype=torch.bool), 8)
     assert pixels.shape == (0, 3, 8, 8)
@@ -137,6 +170,15 @@ def test_a_gpu_shows_the_same():
     assert on_gpu.fits_on("cuda")
     torch.testing.assert_close(
         on_gpu.crops(index, boxes, flip, 31).cpu(), store.crops(index, boxes, flip, 31), atol=1e-2, rtol=0
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_without_kernels_shows_the_same(monkeypatch):
+    store, index, boxes, flip = cases(60)
+    monkeypatch.setattr(image_store, "_has_kernel", lambda device: False)
+    torch.testing.assert_close(
+        store.to("cuda").crops(index, boxes, flip, 31).cpu(), store.crops(index, boxes, flip, 31), atol=1e-2, rtol=0
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rankgrad._checks import check_count, check_tensor, shape_of
-from rankgrad._device import available_bytes
+from rankgrad._device import available_bytes, triton_obstacle
 from rankgrad.data.image_files import ImageDecoder, map_images, or_raise
 from rankgrad.data.prefetch import with_progress
 from rankgrad.data.table import Table
@@ -93,23 +93,33 @@ class ImageBuffer:
             [B, 3, size, size], 0 .. 255. With `index`, `boxes` and `flip` on the CPU, it does not synchronise with a GPU.
         """
         index, boxes, flip = self._checked(index, boxes, flip, size, dtype)
-        result = torch.empty(len(index), 3, size, size, dtype=dtype, device=self.device)
         if not len(index):
-            return result
+            return torch.empty(0, 3, size, size, dtype=dtype, device=self.device)
         heights, widths = self.shapes[index].unbind(1)
         left, width = boxes[:, 0], boxes[:, 2]
         top, height = boxes[:, 1], boxes[:, 3]
         x, y = _Span.of(left, width, widths), _Span.of(top, height, heights)
-        exact = bool((boxes == boxes.floor()).all() and (boxes[:, 2:] == size).all())
-        exact = exact and bool((x.count == size).all() and (y.count == size).all())
         rows = self._offsets[index] + y.first * widths + x.first
         whole = torch.stack((rows, widths, heights * widths, y.count, x.count, flip.long()))
         real = torch.stack((left - x.first, width, top - y.first, height)).float()
         whole, real = _sent(whole, self.device), _sent(real, self.device)
+        if _has_kernel(self.device):
+            from rankgrad.data.crop_kernel import crop_images
 
+            return crop_images(self.flat, whole, real, size, dtype)
+        exact = bool((boxes == boxes.floor()).all() and (boxes[:, 2:] == size).all())
+        exact = exact and bool((x.count == size).all() and (y.count == size).all())
         seen = int(y.count.max()), int(x.count.max())
+        return self._cropped(whole, real, seen, size, dtype, exact=exact)
+
+    def _cropped(
+        self, whole: Tensor, real: Tensor, seen: tuple[int, int], size: int, dtype: torch.dtype, *, exact: bool
+    ) -> Tensor:
+        """The crops by matrices; `seen` are the height and width of the largest window."""
+        images = whole.shape[1]
+        result = torch.empty(images, 3, size, size, dtype=dtype, device=self.device)
         step = max(1, CHUNK_BYTES.get(self.device.type, 2**28) // (12 * seen[0] * seen[1]))
-        for start in range(0, len(index), step):
+        for start in range(0, images, step):
             part = slice(start, start + step)
             window = self._windows(whole[:, part], *seen)
             mirrored = whole[5, part].bool()
@@ -167,6 +177,10 @@ class _Span:
         first = begin.floor().long().clamp(min=0).minimum(length - 1)
         last = (begin + extent).ceil().long().minimum(length).maximum(first + 1)
         return cls(first, last - first)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and triton_obstacle(device) is None
 
 
 def _runs_copied(flat: Tensor, starts: Tensor, width: int) -> Tensor:

@@ -3,21 +3,17 @@
 An explicit request is honoured or refused, never replaced.
 """
 
-import os
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from rankgrad._device import triton_obstacle
 from rankgrad.ops.loss_config import Backend, ScorePrecision
 from rankgrad.ops.rankers import Ranker
 
 if TYPE_CHECKING:
     from rankgrad.ops.triton.lowerings import Lowering
-
-# Ampere: what Triton supports and the kernels are compiled for in `benchmarks.other_gpus`
-LEAST_CAPABILITY = (8, 0)
 
 
 def resolve(
@@ -40,13 +36,9 @@ def resolve(
 
 
 def _obstacle(like: Tensor, ranker: Ranker, given_scores: bool) -> str | None:
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    if not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the tensors are on {like.device} and TRITON_INTERPRET=1 is not set"
-    if like.is_cuda and (capability := torch.cuda.get_device_capability(like.device)) < LEAST_CAPABILITY:
-        wanted, found = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
-        return f"the kernels need compute capability {wanted}, and this GPU has {found}"
+    reason = triton_obstacle(like.device)
+    if reason is not None:
+        return reason
     if given_scores and like.dtype == torch.float64:
         return "the kernels compute in float32, and the scores are torch.float64"
     if not given_scores and like.dtype != torch.float32:
