@@ -10,7 +10,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from rankgrad.data.image_cache import open_images
-from rankgrad.data.image_files import UnreadableImageError
+from rankgrad.data.image_files import UnreadableImageError, map_images
 
 BAD = {
     "truncated.jpg": "cannot be read: .*truncated",
@@ -138,3 +138,16 @@ def test_a_box_outside_its_image_is_an_error(folder):
     table = table_of(folder.root, ["0.png"], boxes=np.array([[70.0, 0, 90, 30]]))
     with pytest.raises(UnreadableImageError, match=r"0\.png: the box \(70, 0, 90, 30\) lies outside the 60 x 40 image"):
         open_images(table, side=24, cache=None, square=False)
+
+
+@pytest.mark.parametrize("make", [list, iter], ids=["in groups", "one by one"])
+def test_images_come_in_order_and_the_unreadable_one_does_not_end_the_others(make):
+    def read(item):
+        if item == 3:
+            raise UnreadableImageError("number 3")
+        return 10 * item
+
+    found = list(map_images(read, make(range(100)), workers=2))
+    assert [item for item, _ in found] == list(range(100))
+    assert str(found[3][1]) == "number 3"
+    assert [result for item, result in found if item != 3] == [10 * item for item in range(100) if item != 3]

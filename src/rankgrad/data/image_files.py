@@ -11,9 +11,10 @@ A file that cannot be read completely is an error that names it, and is never re
 """
 
 import io
+import itertools
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -39,6 +40,9 @@ DAMAGE = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, Type
 # formats Pillow may detect, by content and regardless of the file name. Not PostScript, which is a program for Ghostscript; a
 # JPEG with several pictures is one of these too
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+
+# images that a thread decodes before it asks for more
+AT_ONCE = 8
 
 # largest aspect ratio that is stored with its aspect kept
 LONGEST = 32
@@ -136,8 +140,22 @@ def map_images(
         except UnreadableImageError as error:
             return error
 
-    # a few per thread keep all of them busy when one image takes longer, without filling memory
-    return prefetch(attempt, items, threads=threads, ahead=8 * threads)
+    # several at a time: a thread that is handed its work image by image waits for the interpreter's lock as often. A few for
+    # each thread keep all of them busy when one image takes longer, without filling memory
+    at_once = max(1, min(len(items) // (4 * threads), AT_ONCE)) if isinstance(items, Sized) else 1
+    groups = prefetch(
+        lambda group: [attempt(item) for item in group],
+        _in_groups(items, at_once),
+        threads=threads,
+        ahead=AT_ONCE * threads // at_once,
+    )
+    return (pair for group, results in groups for pair in zip(group, results, strict=True))
+
+
+def _in_groups(items: Iterable[S], size: int) -> Iterator[list[S]]:
+    left = iter(items)
+    while group := list(itertools.islice(left, size)):
+        yield group
 
 
 def unreadable_images(table: Table, *, progress: bool = True, workers: int | None = None) -> list[str]:
@@ -169,7 +187,9 @@ def resized_rgb(image: "Image.Image", *, side: int, square: bool, box: PixelBox 
 
     turn = _turn(image)
     height, width = stored_shape(*_upright_size(image, box), side=side, square=square)
-    rgb = to_rgb(image if box is None else image.crop(box))
+    rgb = image if box is None else image.crop(box)
+    if rgb.mode != "RGB":  # otherwise a copy that nobody needs
+        rgb = to_rgb(rgb)
     if turn is not None:
         rgb = rgb.transpose(turn)
     return rgb.resize((width, height), Image.Resampling.BILINEAR)
