@@ -521,7 +521,7 @@ class TestResuming:
 
 
 def test_numbers_that_are_still_on_their_way_are_looked_at_before_a_checkpoint():
-    guard = NaNGuard(gradients=True)
+    guard = NaNGuard(late=False, gradients=True)
     guard._pending.append(StepValues(3, torch.tensor([7, 8]), torch.tensor([math.inf, 1.0]), None))
     with pytest.raises(NotFiniteError, match="step 3: the loss is inf; the batch was images 7, 8"):
         guard.flush()

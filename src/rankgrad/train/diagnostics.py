@@ -35,10 +35,21 @@ def diagnose(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
     if hasattr(loss, "diagnose"):
         numbers: dict[str, float] = loss.diagnose(embeddings, labels)
         return numbers
+    embeddings = unit_rows(embeddings)
+    return {**in_batch(embeddings, labels, loss), **spread(embeddings)}
+
+
+def unit_rows(embeddings: Tensor) -> Tensor:
+    """Embeddings of length 1 in float32."""
+    return F.normalize(embeddings.detach().float(), dim=1)
+
+
+def in_batch(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
+    """The numbers of `diagnose` that need the loss or the labels, from unit embeddings."""
+    # before the loss is called again
     skipped = skipped_queries(labels, loss)
-    embeddings = F.normalize(embeddings.detach().float(), dim=1)
     labels = labels.to(embeddings.device)
-    numbers = {**batch_metrics(embeddings, labels), **spread(embeddings), "skipped": float(skipped)}
+    numbers = {**batch_metrics(embeddings, labels), "skipped": float(skipped)}
     for module in loss.modules() if isinstance(loss, nn.Module) else ():
         changing = getattr(module, "changing_settings", None)
         numbers |= changing() if callable(changing) else {}

@@ -81,6 +81,8 @@ class LargeBatch:
 
     embeddings: Tensor
     embedding_gradient: Tensor
+    # on a GPU, where in the last call the loss was computed and the backward pass of the model began
+    ranked: torch.cuda.Event | None = None
 
     def __init__(
         self,
@@ -224,6 +226,9 @@ class LargeBatch:
         self.embeddings = embeddings.detach()
         value = self._loss_and_gradient(embeddings, labels, scale)
         gradient = torch.zeros_like(embeddings) if embeddings.grad is None else embeddings.grad
+        if device.type == "cuda":
+            self.ranked = torch.cuda.Event()
+            self.ranked.record()
         after = RngSnapshot.of(device)
         if graphs is not None:
             graphs.begin_step()

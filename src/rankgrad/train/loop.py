@@ -19,16 +19,16 @@ from torch.utils.data import DataLoader
 from rankgrad._messages import Progress
 from rankgrad.data.seeds import derive
 from rankgrad.train.checkpoints import Checkpoint, CheckpointStore, folder_name
-from rankgrad.train.diagnostics import CollapseDetector, diagnose
 from rankgrad.train.errors import LostProcessError, NotFiniteError, OutOfMemoryError, TrainingError
 from rankgrad.train.journal import JOURNAL, Journal, JsonLines, Tracker, jsonable, provenance
-from rankgrad.train.large_batch import Loss, unwrap_loss
+from rankgrad.train.large_batch import Loss
 from rankgrad.train.loader_batches import as_batches
-from rankgrad.train.meters import RecentRate, RunningMean, Throughput
+from rankgrad.train.meters import RecentRate, RunningMean
 from rankgrad.train.processes import ALONE, Processes, StopSignal, is_lost_process
 from rankgrad.train.resume import TRAIN_FURTHER, FitResult, LoopState, find_checkpoint, restore, run_identity
 from rankgrad.train.settings import TrainSettings
-from rankgrad.train.train_step import StepOutput, TrainStep
+from rankgrad.train.step_log import StepLog
+from rankgrad.train.train_step import TrainStep
 
 # with several processes, ignore repeated signals for this many seconds: a terminal and torchrun each send one to every process
 SIGNAL_GRACE = 5.0
@@ -131,6 +131,7 @@ class _Training:
     """One call of `fit`."""
 
     progress: Progress
+    step_log: StepLog
 
     def __init__(
         self,
@@ -154,8 +155,7 @@ class _Training:
         self.state = LoopState()
         self.journal = Journal([])
         self.stop_signal = StopSignal(grace=SIGNAL_GRACE if self.processes.size > 1 else 0.0)
-        self.throughput, self.recent_rate, self.epoch_loss = Throughput(), RecentRate(), RunningMean()
-        self.collapse = CollapseDetector()
+        self.recent_rate, self.epoch_loss = RecentRate(), RunningMean()
         self._saved_at, self._save_seconds = 0.0, 0.0
 
     def run(self, stack: contextlib.ExitStack, resume: bool, description: dict[str, Any]) -> FitResult:
@@ -167,6 +167,8 @@ class _Training:
             self.processes.on_first(lambda: self.store.rewind_to(checkpoint.step, self.state.best))
         self.processes.on_first(self._open_journal)
         stack.callback(self.journal.close)
+        self.step_log = StepLog(self.step, self.journal.log, self._warn)
+        stack.callback(self.step_log.close)
         self.progress = stack.enter_context(
             Progress(self.total, "training", unit="steps", done=self.state.step, shown=self.processes.first)
         )
@@ -210,7 +212,7 @@ class _Training:
             self.batches.set_epoch(self.state.epoch)
             self.step.train()
             self.epoch_loss.reset()
-            self.throughput.reset()
+            self.step_log.throughput.reset()
             self.recent_rate.reset()
             began, first_step = time.perf_counter(), self.state.step
             for position, indices, images, labels in self.batches.iterate(self.state.in_epoch):
@@ -233,6 +235,7 @@ class _Training:
         return "early stop" if self._out_of_patience and self.state.step < self.total else "finished"
 
     def _finish_epoch(self, seconds: float, steps: int) -> None:
+        self.step_log.finish()
         complete = self.state.in_epoch >= len(self.batches)
         self._log("epoch", loss=self.epoch_loss.value(), seconds=seconds, steps=steps)
         every = self.settings.evaluate_every
@@ -266,35 +269,14 @@ class _Training:
         output = self.step(self.state.step, seed, indices, images, labels, warn=self._warn)
         self.state.step, self.state.in_epoch = self.state.step + 1, position + 1
         self.epoch_loss.add(output.loss)
-        self.throughput.add(len(output.labels))
+        self.step_log.throughput.add(len(output.labels))
+        self.step_log.write_arrived()
         if self.state.step % self.settings.log_every == 0 or self.state.step in (1, self.total):
-            self._log_step(output)
+            self.step_log.add(self.state.step, self.state.epoch_number, output)
         # on a GPU the loss is that of the step before, which has arrived: reading this one would synchronise
-        rate, loss = self.recent_rate.add(len(output.labels)), self.step.guard.loss
-        shown = "" if loss is None else f"loss {loss:.4f}, "
+        rate, checked = self.recent_rate.add(len(output.labels)), self.step.guard.checked
+        shown = "" if checked is None else f"loss {checked.loss:.4f}, "
         self.progress.advance(note=f"epoch {self.state.epoch_number}, {shown}{rate:,.0f} {self.noun}s/s")
-
-    def _log_step(self, output: StepOutput) -> None:
-        self.step.flush()  # what follows synchronises anyway, and cannot make sense of NaN
-        content: dict[str, Any] = {
-            "loss": float(output.loss),
-            "lr": output.lr,
-            "images_per_second": self.throughput.rate(self.device),
-            "gradient": float(output.gradient),
-            "chunk_size": output.chunk_size,
-        }
-        numbers = diagnose(output.embeddings, output.labels, unwrap_loss(self.step.loss)) if self.processes.first else {}
-        content |= numbers
-        if self.device.type == "cuda":
-            content["memory"] = torch.cuda.max_memory_allocated(self.device)
-        scale = self.step.scale()
-        if scale is not None:
-            content["scale"] = scale
-        self._log("step", **content)
-        collapse = self.collapse.check(numbers)
-        if collapse is not None:
-            self._warn(collapse)
-        self.throughput.reset()
 
     def _evaluate(self) -> bool:
         """Runs all evaluators; True if the selecting metric is the best so far."""
@@ -318,6 +300,7 @@ class _Training:
 
     def _save(self, epoch: int | None = None) -> None:
         self.step.flush()
+        self.step_log.finish()
         if not self.saves:
             return
         began = time.perf_counter()
@@ -336,7 +319,7 @@ class _Training:
         self._saved_at = time.perf_counter()
         self._save_seconds = self._saved_at - began
         self._log("checkpoint", folder=saved.folder.name, seconds=self._save_seconds)
-        self.throughput.reset()
+        self.step_log.throughput.reset()
         self.recent_rate.reset()
 
     def _log_start(self, resume: bool, checkpoint: Checkpoint | None, faults: list[str], description: dict[str, Any]) -> None:
@@ -386,6 +369,7 @@ class _Training:
 
     def _log_error(self, error: Exception) -> Exception:
         with contextlib.suppress(TrainingError):  # the journal's disk may be the problem
+            self.step_log.abandon()
             self._log("end", reason="error", message=str(error))
         return error
 

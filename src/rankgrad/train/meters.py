@@ -54,7 +54,7 @@ class RecentRate:
 
 
 class Throughput:
-    """Images per second since the last reset."""
+    """Images per second since the last reset, by the host's clock; does not synchronise."""
 
     def __init__(self) -> None:
         self.reset()
@@ -65,10 +65,7 @@ class Throughput:
     def add(self, images: int) -> None:
         self.images += images
 
-    def rate(self, device: torch.device) -> float:
-        """Synchronises with the device."""
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    def rate(self) -> float:
         return self.images / max(time.perf_counter() - self.start, 1e-9)
 
 
@@ -82,20 +79,30 @@ class StepValues:
     arrived: torch.cuda.Event | None
 
 
+@dataclass(frozen=True)
+class CheckedStep:
+    """Loss and gradient norm of a step that was finite."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+
+
 class NaNGuard:
-    """Checks loss and gradient norm of every step: at once on a CPU, one step later on a GPU, without synchronising.
+    """Checks loss and gradient norm of every step: at once, or one step later, which on a GPU does not synchronise.
 
     Args:
+        late: check a step when the next one is added.
         gradients: also check gradients; False with a scaled loss, where the scaler handles overflow.
         names: names of the items that indices refer to, such as paths; for messages.
 
     Attributes:
-        loss: of the last step that was checked, None before the first.
+        checked: the last step that was checked, None before the first.
     """
 
-    def __init__(self, *, gradients: bool, names: Sequence[str] | None = None) -> None:
-        self.gradients, self.names = gradients, names
-        self.loss: float | None = None
+    def __init__(self, *, late: bool, gradients: bool, names: Sequence[str] | None = None) -> None:
+        self.late, self.gradients, self.names = late, gradients, names
+        self.checked: CheckedStep | None = None
         self._pending: deque[StepValues] = deque()
 
     def add(self, step: int, indices: Tensor, loss: Tensor, gradient_norm: Tensor) -> None:
@@ -109,7 +116,7 @@ class NaNGuard:
             arrived.record()
             values = on_host
         self._pending.append(StepValues(step, indices, values, arrived))
-        while len(self._pending) > (1 if arrived else 0):
+        while len(self._pending) > (1 if self.late else 0):
             self._check(self._pending.popleft())
 
     def flush(self) -> None:
@@ -124,7 +131,7 @@ class NaNGuard:
         for what, value, matters in (("the loss", loss, True), ("the gradient norm", norm, self.gradients)):
             if matters and not torch.isfinite(torch.tensor(value)):
                 raise NotFiniteError(f"step {pending.step}: {what} is {value}", self.describe(pending.indices))
-        self.loss = loss
+        self.checked = CheckedStep(pending.step, loss, norm)
 
     def describe(self, indices: Tensor) -> str:
         """The items of a batch, by name where names are known."""

@@ -41,7 +41,10 @@ LEAST_SCALE = 2.0**-10
 
 @dataclass(frozen=True)
 class StepOutput:
-    """A step that all processes took together, with device tensors; reading them synchronises."""
+    """A step that all processes took together, with device tensors; reading them synchronises.
+
+    `ranked` is recorded between the loss, which has the embeddings, and the backward pass of the model; None on a CPU.
+    """
 
     loss: Tensor
     gradient: Tensor
@@ -49,6 +52,7 @@ class StepOutput:
     chunk_size: int
     embeddings: Tensor
     labels: Tensor
+    ranked: torch.cuda.Event | None
 
 
 class TrainStep:
@@ -102,7 +106,7 @@ class TrainStep:
         self._last_step = max(settings.total_steps(steps_per_epoch) - 1, 1)
         self._scaler = torch.amp.GradScaler(device.type) if settings.precision == "fp16" else None
         # the scaler handles gradients that overflow
-        self.guard = NaNGuard(gradients=self._scaler is None, names=item_names)
+        self.guard = NaNGuard(late=device.type == "cuda", gradients=self._scaler is None, names=item_names)
         self._chunk_is_chosen = settings.chunk_size != "auto"
         chunk_size = 0 if settings.chunk_size == "auto" else settings.chunk_size
         autocast = AUTOCAST[settings.precision]
@@ -163,6 +167,7 @@ class TrainStep:
             chunk_size=self._large.chunk_size or len(labels),
             embeddings=embeddings,
             labels=all_labels,
+            ranked=self._large.ranked,
         )
 
     def _set_progress(self, done: float) -> None:

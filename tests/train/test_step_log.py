@@ -1,0 +1,102 @@
+"""Entries of steps that come late, as on a GPU, are those that come at once."""
+
+import functools
+import json
+import math
+
+import pytest
+from torch import nn
+from train.tiny_loop import Vectors, network, remembering
+
+import rankgrad as rg
+from rankgrad.train import train_step
+from rankgrad.train.errors import TrainingError
+from rankgrad.train.loop import fit
+from rankgrad.train.meters import NaNGuard
+from rankgrad.train.settings import TrainSettings
+from rankgrad.train.step_log import StepLog
+
+CLOCKS = {"time", "seconds", "images_per_second"}
+
+
+@pytest.fixture
+def late(monkeypatch):
+    monkeypatch.setattr(train_step, "NaNGuard", lambda late, **others: NaNGuard(late=True, **others))
+    monkeypatch.setattr(StepLog, "_runs_beside", lambda self, loss: not list(loss.parameters()))
+
+
+def journal(folder, model=None, loss=None, *, log_every=3):
+    settings = TrainSettings(epochs=2, lr=1e-2, log_every=log_every, checkpoint_every=4, keep=0)
+    try:
+        fit(network() if model is None else model, loss or remembering(), Vectors(), settings, folder)
+    finally:
+        lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines if line["kind"] != "start"]
+
+
+@pytest.mark.parametrize("log_every", [1, 3])
+@pytest.mark.parametrize("loss", [remembering, functools.partial(rg.RecallAtKLoss, learn_tau=True)], ids=["memory", "learned"])
+def test_late_entries_are_those_that_come_at_once(tmp_path, request, loss, log_every):
+    at_once = journal(tmp_path / "at once", loss=loss(), log_every=log_every)
+    request.getfixturevalue("late")
+    assert journal(tmp_path / "late", loss=loss(), log_every=log_every) == at_once
+    steps = [entry["step"] for entry in at_once if entry["kind"] == "step"]
+    assert steps == (list(range(1, 11)) if log_every == 1 else [1, 3, 6, 9, 10])
+
+
+def test_an_entry_is_written_when_its_numbers_are_there_and_not_waited_for(tmp_path, late, monkeypatch):
+    written_at = {}
+    train_one = train_step.TrainStep.__call__
+
+    def counted(self, step, *args, **options):
+        counted.step = step + 1
+        return train_one(self, step, *args, **options)
+
+    write = StepLog._write
+    monkeypatch.setattr(train_step.TrainStep, "__call__", counted)
+    monkeypatch.setattr(StepLog, "_write", lambda self: (written_at.update({self._entry.step: counted.step}), write(self)))
+    journal(tmp_path, log_every=2)
+    # those of a step that is followed by a checkpoint or ends an epoch are waited for
+    assert written_at[4] == 4
+    assert written_at[10] == 10
+    assert written_at[1] > 1
+    assert written_at[6] > 6
+
+
+class NotFiniteAt(nn.Module):
+    """A loss that becomes infinite at one call."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.loss, self.left = rg.FastAPLoss(), call
+
+    def forward(self, embeddings, labels):
+        self.left -= 1
+        return self.loss(embeddings, labels) * (math.inf if self.left == 0 else 1.0)
+
+
+@pytest.mark.parametrize(("bad", "known"), [(3, [1]), (4, [1, 3]), (6, [1, 3])])
+def test_a_step_that_is_not_finite_has_no_entry_and_the_ones_before_have_theirs(tmp_path, late, bad, known):
+    with pytest.raises(TrainingError, match=f"step {bad}: the loss is"):
+        journal(tmp_path, loss=NotFiniteAt(bad))
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == known
+    assert lines[-1]["reason"] == "error"
+
+
+class NaNAt(nn.Module):
+    """A network whose embeddings become NaN at one pass."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.body, self.left = network(dropout=0.0), call
+
+    def forward(self, images):
+        self.left -= 1
+        return self.body(images) * (math.nan if self.left == 0 else 1.0)
+
+
+@pytest.mark.parametrize("loss", [rg.FastAPLoss, rg.RecallAtKLoss, rg.RamboAPLoss, remembering])
+def test_embeddings_that_are_nan_are_reported_and_not_their_diagnostics(tmp_path, late, loss):
+    with pytest.raises(TrainingError, match=r"step 3: .* (is|are) (nan|inf|NaN)"):
+        journal(tmp_path, model=NaNAt(3), loss=loss())
