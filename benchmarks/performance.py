@@ -1,10 +1,14 @@
-"""`python -m benchmarks.performance`: tables of docs/performance.md and docs/evaluation.md from the rows in benchmarks/results.
+"""`python -m benchmarks.performance`: tables and figures of the documentation from the rows in benchmarks/results.
 
-A table stands between two comments, so that no figure in it is typed by hand; the text around it is written as usual:
+A table stands between two comments, a figure inside a sentence too, so that neither is typed by hand; the text around them is
+written as usual:
 
     <!-- table NAME -->
     ...
     <!-- end -->
+    ... takes <!-- figure kernel recall_at_k/ours 65536 fast time -->39 ms<!-- end -->, ...
+
+Tables:
 
     batch-sizes   time and memory of a loss on a GPU at every size, beside other formulations
     growth        powers of the batch size that time and memory grow with, fitted over all sizes
@@ -14,6 +18,13 @@ A table stands between two comments, so that no figure in it is typed by hand; t
     million       one step on a million items
     cpu           losses on a CPU
     evaluation    `rankgrad.evaluate` on a CPU beside other libraries
+
+Figures:
+
+    kernel ROW SIZE PRECISION WHAT    a row of the kernels, SIZE as N or N/RELEVANT; WHAT of `KERNEL_FIGURES`
+    kernel-dates                      when the rows of the tables were measured
+    rate STAGE MODEL BATCH CUT        images per second; CUT is whole, auto or none
+    million PRECISION                 seconds of a step on a million items
 """
 
 import argparse
@@ -31,8 +42,13 @@ from rankgrad._files import replace_file
 from rankgrad._messages import markdown_table
 
 ROOT = Path(__file__).parent.parent
-RESULTS, PAGES = ROOT / "benchmarks" / "results", (ROOT / "docs" / "performance.md", ROOT / "docs" / "evaluation.md")
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (
+    *(ROOT / "docs" / f"{page}.md" for page in ("performance", "evaluation", "large_batch", "distributed")),
+    ROOT / "README.md",
+)
 TABLE = re.compile(r"(?<=<!-- table )(?P<name>[a-z-]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
+FIGURE = re.compile(r"(?<=<!-- figure )(?P<words>[^<>]+) -->[^<>]*(?=<!-- end -->)")
 
 GPU = "nvidia-h200"
 LOSSES = {
@@ -69,17 +85,60 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def filled(page: str, results: Path) -> str:
-    """The page with its tables made again."""
+    """The page with its tables and figures made again."""
 
-    def made(match: re.Match[str]) -> str:
+    def rows_of(file: str) -> list[dict[str, str]]:
+        with (results / f"{file}.csv").open(newline="", encoding="utf-8") as opened:
+            return list(csv.DictReader(opened))
+
+    def table(match: re.Match[str]) -> str:
         name = match["name"]
         if name not in TABLES:
             raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
-        file, table = TABLES[name]
-        with (results / f"{file}.csv").open(newline="", encoding="utf-8") as opened:
-            return f"{name} -->\n{table(list(csv.DictReader(opened)))}\n"
+        file, make = TABLES[name]
+        return f"{name} -->\n{make(rows_of(file))}\n"
 
-    return TABLE.sub(made, page)
+    def figure(match: re.Match[str]) -> str:
+        name, *words = match["words"].split()
+        if name not in FIGURES:
+            raise ValueError(f"there is no figure {name!r}; there are {', '.join(FIGURES)}")
+        file, make = FIGURES[name]
+        return f"{match['words']} -->{make(rows_of(file), *words)}"
+
+    return FIGURE.sub(figure, TABLE.sub(table, page))
+
+
+def kernel(rows: Sequence[Row], name: str, size: str, precision: str, what: str) -> str:
+    """The last row of a name, size and precision with 512 dimensions, or of a list."""
+    n, _, relevant = size.partition("/")
+    wanted = (name, n, relevant or "3", precision)
+    found = [
+        row for row in rows if (row["row"], row["N"], row["relevant"], row["precision"]) == wanted and row["d"] in ("512", "1")
+    ]
+    if not found or not found[-1]["ms"]:
+        raise ValueError(f"there is no measured row {name} of size {size} with precision {precision}")
+    return KERNEL_FIGURES[what](float(found[-1]["ms"]), float(found[-1]["MB"] or 0), int(n))
+
+
+def kernel_dates(rows: Sequence[Row]) -> str:
+    """The days on which the rows that the tables show were measured."""
+    days = sorted({row["date"][:10] for row in _latest(rows).values()})
+    return days[0] if len(set(days)) == 1 else f"{days[0]} to {days[-1]}"
+
+
+def rate(rows: Sequence[Row], stage: str, model: str, batch: str, cut: str) -> str:
+    """Images per second of the last row of a stage."""
+    found = [
+        row for row in rows if (row["stage"], row["model"], row["batch"]) == (stage, model, batch) and row["cut"].endswith(cut)
+    ]
+    if not found or not found[-1]["images_per_second"]:
+        raise ValueError(f"there is no measured row {stage} {model} of batch {batch}, {cut}")
+    return f"{int(found[-1]['images_per_second']):,}"
+
+
+def million_seconds(rows: Sequence[Row], precision: str) -> str:
+    """Seconds of the last step."""
+    return f"{float([row for row in rows if row['precision'] == precision][-1]['seconds']):.1f} s"
 
 
 def batch_sizes(rows: Sequence[Row]) -> str:
@@ -250,6 +309,20 @@ def _two_digits(value: float) -> str:
     return f"{value:.{max(0, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 
 
+# by milliseconds, megabytes and items. Of 64 processes each computes a 64th of the scores, but for both directions on its own,
+# and holds all embeddings and their gradient
+KERNEL_FIGURES: dict[str, Callable[[float, float, int], str]] = {
+    "time": lambda ms, mb, n: _seconds(ms),
+    "memory": lambda ms, mb, n: _bytes(mb),
+    "time-of-64": lambda ms, mb, n: _seconds(ms * 2 / 64),
+    "memory-of-64": lambda ms, mb, n: _bytes(mb + 8 * n * 512 / 1e6),
+}
+FIGURES: dict[str, tuple[str, Callable[..., str]]] = {
+    "kernel": (f"kernels-{GPU}", kernel),
+    "kernel-dates": (f"kernels-{GPU}", kernel_dates),
+    "rate": (f"training-rates-{GPU}", rate),
+    "million": (f"million-items-{GPU}", million_seconds),
+}
 TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "batch-sizes": (f"kernels-{GPU}", batch_sizes),
     "growth": (f"kernels-{GPU}", growth),

@@ -1,10 +1,11 @@
 """The tables of docs/performance.md come from the files of the runs."""
 
 import csv
+import re
 
 import pytest
 from benchmarks import performance
-from benchmarks.performance import PAGES, RESULTS, evaluation, filled, fits, growth, power, rates
+from benchmarks.performance import PAGES, RESULTS, evaluation, filled, fits, growth, kernel, kernel_dates, power, rate, rates
 
 
 def test_the_pages_are_what_the_command_writes():
@@ -30,6 +31,41 @@ def test_only_what_is_between_the_comments_is_made_again(tmp_path):
 def test_a_table_that_nobody_makes_is_an_error():
     with pytest.raises(ValueError, match="no table 'unknown'; there are batch-sizes"):
         filled("<!-- table unknown -->\n<!-- end -->\n", RESULTS)
+    with pytest.raises(ValueError, match="no figure 'unknown'; there are kernel"):
+        filled("it takes <!-- figure unknown 7 -->9 ms<!-- end -->", RESULTS)
+    with pytest.raises(ValueError, match=r"no measured row recall_at_k/ours of size 77 with precision fast"):
+        filled("<!-- figure kernel recall_at_k/ours 77 fast time --><!-- end -->", RESULTS)
+
+
+def test_figures_in_a_sentence_are_those_of_the_last_row():
+    rows = [
+        KERNEL | {"N": "65536", "ms": ms, "MB": "800", "date": f"2026-0{month}-01T10:00"}
+        for month, ms in ((1, "40"), (2, "64"))
+    ]
+    rows += [KERNEL | {"N": "65536", "ms": "7", "MB": "8", "relevant": "9"}, KERNEL | {"N": "65536", "ms": "9", "d": "64"}]
+    assert kernel(rows, "recall_at_k/ours", "65536", "fast", "time") == "64 ms"
+    assert kernel(rows, "recall_at_k/ours", "65536/9", "fast", "time") == "7.0 ms"
+    assert kernel(rows, "recall_at_k/ours", "65536", "fast", "memory") == "800 MB"
+    # 2 / 64 of the time; 65,536 x 512 embeddings and gradients of 4 bytes beside the memory
+    assert kernel(rows, "recall_at_k/ours", "65536", "fast", "time-of-64") == "2.0 ms"
+    assert kernel(rows, "recall_at_k/ours", "65536", "fast", "memory-of-64") == "1.1 GB"
+    assert kernel_dates(rows[:2]) == "2026-02-01"
+    assert kernel_dates([*rows[:2], rows[0] | {"N": "4096"}]) == "2026-01-01 to 2026-02-01"
+
+
+def test_a_rate_in_a_sentence_is_that_of_its_cut():
+    row = {"stage": "step", "model": "lite0", "batch": "400", "images_per_second": "20000"}
+    rows = [row | {"cut": "whole"}, row | {"cut": "chunks of 100, keep none", "images_per_second": "12345"}]
+    assert rate(rows, "step", "lite0", "400", "none") == "12,345"
+    with pytest.raises(ValueError, match="no measured row step lite0 of batch 128, whole"):
+        rate(rows, "step", "lite0", "128", "whole")
+
+
+def test_only_the_figure_in_a_sentence_is_made_again():
+    page = "before <!-- figure million fast -->9 s<!-- end --> and <!-- figure million high -->8 s<!-- end --> after 7 s\n"
+    once = filled(page, RESULTS)
+    assert re.sub(r"\d+\.\d", "9", once) == page.replace("8 s", "9 s")
+    assert filled(once, RESULTS) == once
 
 
 KERNEL = {"row": "recall_at_k/ours", "N": "", "relevant": "3", "d": "512", "precision": "fast", "ms": "", "MB": "", "note": ""}
