@@ -52,10 +52,9 @@ MODELS = (("resnet50", 224), ("lite0", 112))
 WHOLE = (128, 400)
 IN_CHUNKS = ((400, 100), (4000, 400))
 # images on disk: classes, images of a class, height; a batch of 4,000 has 4 of each class
-ON_DISK = (1000, 20, 375)
-EPOCH_STEPS = 20
-# epochs that are timed after the first; of the largest batch, whose epochs take seconds, one
-TIMED_EPOCHS = 3
+ON_DISK = (1000, 8, 375)
+# files of these with contents of their own, the others are links; and how many the rate of decoding is measured on
+DISTINCT, DECODED = 2000, 4000
 
 
 @dataclass(frozen=True)
@@ -78,16 +77,16 @@ def all_cases(
     whole: Sequence[int] = WHOLE,
     in_chunks: Sequence[tuple[int, int]] = IN_CHUNKS,
 ) -> list[RateCase]:
-    """The rows of each network, limits first."""
-    cases = []
-    for model, size in models:
-        cases += [RateCase(model, size, 0, stage="decode"), RateCase(model, size, whole[-1], stage="augment")]
-        cases += [RateCase(model, size, n, stage="bare") for n in sorted({*whole, *(chunk for _, chunk in in_chunks)})]
-        for stage in ("step", "train", "metric-learning"):
-            cases += [RateCase(model, size, batch, stage=stage) for batch in whole]
-        for stage in ("step", "train"):
-            cases += [RateCase(model, size, *cut, keep, stage) for cut in in_chunks for keep in ("auto", "none")]
-    return cases
+    """All rows, limits first and then what matters most."""
+    cuts = [(batch, 0, "auto") for batch in whole]
+    repeated, kept = ([(*cut, keep) for cut in in_chunks] for keep in ("none", "auto"))
+    passes = sorted({*whole, *(chunk for _, chunk in in_chunks)})
+    groups: list[tuple[str, list[tuple[int, int, str]]]] = [
+        ("decode", [(0, 0, "auto")]), ("augment", [(whole[-1], 0, "auto")]), ("bare", [(n, 0, "auto") for n in passes]),
+        ("step", cuts), ("train", cuts), ("step", repeated), ("train", repeated), ("step", kept), ("metric-learning", cuts),
+        ("train", kept),
+    ]  # fmt: skip
+    return [RateCase(model, size, *cut, stage) for stage, all_cuts in groups for model, size in models for cut in all_cuts]
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,7 @@ class Machine:
     """Where and on what to measure, and how long."""
 
     data: Path
+    cache: Path
     device: torch.device
     steps: int
     warm_up: int
@@ -135,10 +135,10 @@ def measure(case: RateCase, machine: Machine) -> float:
 
 def _decode(case: RateCase, machine: Machine) -> float:
     images = read("folder", machine.data).splits["train"]
-    decoder = ImageDecoder(images, _stored_side(case), square=False)
-    list(map_images(decoder.planes, range(min(len(images), 100)), None))  # threads and libraries are there
+    decoder, count = ImageDecoder(images, _stored_side(case), square=False), min(len(images), DECODED)
+    list(map_images(decoder.planes, range(min(count, 100)), None))  # threads and libraries are there
     began = time.perf_counter()
-    decoded = sum(1 for _ in map_images(decoder.planes, range(len(images)), None))
+    decoded = sum(1 for _ in map_images(decoder.planes, range(count), None))
     return decoded / (time.perf_counter() - began)
 
 
@@ -193,19 +193,16 @@ def _step(case: RateCase, machine: Machine) -> float:
 
 
 def _train(case: RateCase, machine: Machine) -> float:
-    """The rate of whole epochs after the first, which compiles, records and decodes."""
+    """The rate of the epochs after the first, which compiles, records and decodes."""
     from rankgrad.cli import main as command_line
 
-    classes = sum(1 for entry in machine.train_images.iterdir() if entry.is_dir())
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         settings = {
-            "data": machine.data, "out": run, "cache": "none", "device": machine.device,
+            "data": machine.data, "out": run, "cache": machine.cache, "device": machine.device,
             "trunk": TRUNKS[case.model], "weights": "none", "batch-norm": "frozen", "size": case.size,
             "batch-size": case.batch, "per-class": PER_CLASS, "chunk-size": case.chunk,
-            "keep": 0 if case.keep == "none" else "auto", "evaluate-every": 0,
-            "images-per-class": max(EPOCH_STEPS * case.batch // classes, PER_CLASS),
-            "epochs": 1 + (TIMED_EPOCHS if case.batch <= max(WHOLE) else 1),
+            "keep": 0 if case.keep == "none" else "auto", "evaluate-every": 0, "epochs": 3,
             "precision": "bf16" if machine.device.type == "cuda" else "float32",
         }  # fmt: skip
         if command_line(["train", *(f"--{name}={value}" for name, value in settings.items())]):
@@ -270,7 +267,7 @@ def _stored_side(case: RateCase) -> int:
 
 
 def write_images(folder: Path, classes: int, per_class: int, side: int) -> None:
-    """JPEG files of smoothed noise in folder/train/CLASS, and a few classes in folder/test."""
+    """JPEG files of smoothed noise in folder/train/CLASS, a few classes in folder/test; those after `DISTINCT` are links."""
     from PIL import Image
 
     def write(path: Path, seed: int) -> None:
@@ -285,7 +282,9 @@ def write_images(folder: Path, classes: int, per_class: int, side: int) -> None:
         path.mkdir(parents=True)
     files = [path / f"{number}.jpg" for path in folders for number in range(per_class)]
     with ThreadPoolExecutor(default_threads()) as pool:
-        list(pool.map(write, files, range(len(files))))
+        list(pool.map(write, files[:DISTINCT], range(DISTINCT)))
+    for number, path in enumerate(files[DISTINCT:]):
+        path.hardlink_to(files[number % DISTINCT])
 
 
 def rows_of(cases: Sequence[RateCase], machine: Machine) -> Iterator[dict[str, Any]]:
@@ -329,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             data = Path(folder) / "images"
             write_images(data, *((16, 6, 40) if given.smallest else ON_DISK))
         steps, warm_up = (1, 1) if given.smallest else (given.steps, given.warm_up)
-        machine = Machine(data, torch.device(given.device), steps, warm_up)
+        machine = Machine(data, Path(folder) / "decoded", torch.device(given.device), steps, warm_up)
         origin = provenance(machine.device)
         rows: list[dict[str, Any]] = []
         for row in rows_of(chosen, machine):
