@@ -274,7 +274,7 @@ CHOOSING = study.Study(
         study.Variation("g", "fixed", {"lr": 8e-3}),
     ),
     metrics=("R@1", "mAP@R"),
-    selection=study.Selection("mAP@R", {"epochs": 3}),
+    selection=study.Selection(("R@1", "mAP@R"), {"epochs": 3}),
     watches=True,
 )
 

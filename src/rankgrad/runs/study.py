@@ -54,14 +54,20 @@ class Selection:
     """How a study chooses the settings that its lines leave open: by one shorter run each, on validation classes.
 
     Attributes:
-        metric: the largest is chosen.
+        metrics: the setting with the largest geometric mean of them is chosen.
         changes: settings of the runs, such as fewer epochs.
         seed: of the runs.
     """
 
-    metric: str
+    metrics: tuple[str, ...]
     changes: Mapping[str, Any]
     seed: int = 0
+
+    def score(self, entry: Entry) -> float:
+        """What settings are compared by; a run that failed comes last."""
+        if entry.problem:
+            return -math.inf
+        return math.prod(entry.metrics[metric] for metric in self.metrics) ** (1 / len(self.metrics))
 
 
 @dataclass(frozen=True)
@@ -248,7 +254,7 @@ def _select(
                 changes=tried,
             )
             line.validated.append(entry)
-            scores[value] = -math.inf if entry.problem else entry.metrics[selection.metric]
+            scores[value] = selection.score(entry)
             if not waiting:
                 further = grid.beyond(max(scores, key=scores.__getitem__), list(scores))
                 waiting += [] if further is None else [further]
