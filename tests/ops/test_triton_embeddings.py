@@ -93,6 +93,14 @@ def test_queries_against_a_gallery_that_holds_some_of_them(ranker):
     assert_as_good_as_float32(ranker, queries, labels, gallery, gallery_labels, self_index=self_index)
 
 
+@pytest.mark.parametrize("ranker", [rg.Sigmoid(0.05), rg.Blackbox(0.2, margin=0.02)], ids=str)
+def test_references_that_are_relevant_to_no_query(ranker):
+    """Whole blocks of them, as in a memory of other classes: compiled, an empty loop had read far outside of its tensors."""
+    queries, labels = batch(32, 8, seed=1)
+    references, reference_labels = batch(160, 40, seed=2)
+    assert_as_good_as_float32(ranker, queries, labels, references, reference_labels)
+
+
 @pytest.mark.parametrize("ranker", RANKERS, ids=str)
 def test_ragged_classes_in_groups_and_chunks(ranker, monkeypatch):
     monkeypatch.setattr(relevance, "ONE_GROUP", 0)

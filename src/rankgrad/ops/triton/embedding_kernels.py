@@ -313,7 +313,10 @@ def gather_kernel(
         b_offset = tl.load(offset + o_i, mask=m_i, other=0)
         b_self = tl.load(self_index + o_i, mask=m_i, other=-1)
     m_any = b_last > b_first
-    for j in range(tl.min(tl.where(m_any, b_first, 2147483647), 0), tl.max(tl.where(m_any, b_last, 0), 0), BJ):
+    # An empty loop begins where it ends: a compiled one loads what comes a step later before it is known to be needed, and
+    # the step after the largest integer is negative.
+    end = tl.max(tl.where(m_any, b_last, 0), 0)
+    for j in range(tl.min(tl.where(m_any, b_first, end), 0), end, BJ):
         o_j = j + tl.arange(0, BJ)
         b_j = tl.broadcast_to(o_j[None, :], [BI, BJ])
         m_pair = (b_j >= b_first[:, None]) & (b_j < b_last[:, None])
