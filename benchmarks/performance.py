@@ -234,7 +234,7 @@ def _rate(row: Row | None) -> str:
     if row is None or not row["images_per_second"]:
         return row["note"] if row else ""
     share = f" ({100 * float(row['of_bare']):.0f}%)" if row["of_bare"] and row["stage"] != "bare" else ""
-    return f"{int(row['images_per_second']):,}{share}"
+    return f"{int(row['images_per_second']):,}{share}" + (f", {row['note']}" if row["note"] else "")
 
 
 def million(rows: Sequence[Row]) -> str:

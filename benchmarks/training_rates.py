@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -126,23 +126,27 @@ class Machine:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False)
 
 
-def measure(case: RateCase, machine: Machine) -> float:
-    """Images per second of one row."""
+Found: TypeAlias = tuple[float, str]
+"""Images per second, and a remark."""
+
+
+def measure(case: RateCase, machine: Machine) -> Found:
+    """One row."""
     torch.manual_seed(0)
-    found: float = _MEASURES[case.stage](case, machine)
-    return found
+    return _MEASURES[case.stage](case, machine)
 
 
-def _decode(case: RateCase, machine: Machine) -> float:
+def _decode(case: RateCase, machine: Machine) -> Found:
     images = read("folder", machine.data).splits["train"]
     decoder, count = ImageDecoder(images, _stored_side(case), square=False), min(len(images), DECODED)
     list(map_images(decoder.planes, range(min(count, 100)), None))  # threads and libraries are there
-    began = time.perf_counter()
+    began, cores = time.perf_counter(), time.process_time()
     decoded = sum(1 for _ in map_images(decoder.planes, range(count), None))
-    return decoded / (time.perf_counter() - began)
+    seconds, cores = time.perf_counter() - began, time.process_time() - cores
+    return decoded / seconds, f"{cores / seconds:.1f} cores busy with {default_threads()} threads"
 
 
-def _augment(case: RateCase, machine: Machine) -> float:
+def _augment(case: RateCase, machine: Machine) -> Found:
     side = _stored_side(case)
     shapes = torch.tensor((side, side * 4 // 3)).repeat(case.batch, 1)
     pixels = torch.randint(0, 256, (bytes_needed(shapes),), dtype=torch.uint8)
@@ -151,10 +155,10 @@ def _augment(case: RateCase, machine: Machine) -> float:
     sampler = ClassBalanced(labels, case.batch, PER_CLASS)
     batches = ImageBatches(buffer, labels, sampler, Augment("resized", flip=True), case.size, device=machine.device)
     batches.set_epoch(0)
-    return machine.per_second(lambda: next(batches.iterate(0)), case.batch)
+    return machine.per_second(lambda: next(batches.iterate(0)), case.batch), ""
 
 
-def _bare(case: RateCase, machine: Machine) -> float:
+def _bare(case: RateCase, machine: Machine) -> Found:
     on_gpu = machine.device.type == "cuda"
     model = _network(case).to(machine.device).to(memory_format=torch.channels_last).train()
     optimizer = torch.optim.AdamW(model.parameters(), fused=on_gpu, capturable=on_gpu)
@@ -170,7 +174,7 @@ def _bare(case: RateCase, machine: Machine) -> float:
         (embeddings @ direction).mean().backward()
         optimizer.step()
 
-    return machine.per_second(captured(step) if on_gpu else step, case.batch)
+    return machine.per_second(captured(step) if on_gpu else step, case.batch), ""
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
@@ -188,11 +192,12 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-def _step(case: RateCase, machine: Machine) -> float:
-    return rate(case, machine.device, steps=machine.steps_of(case.batch), warm_up=machine.warm_up)[0]
+def _step(case: RateCase, machine: Machine) -> Found:
+    found, _, said = rate(case, machine.device, steps=machine.steps_of(case.batch), warm_up=machine.warm_up)
+    return found, said
 
 
-def _train(case: RateCase, machine: Machine) -> float:
+def _train(case: RateCase, machine: Machine) -> Found:
     """The rate of the epochs after the first, which compiles, records and decodes."""
     from rankgrad.cli import main as command_line
 
@@ -209,10 +214,11 @@ def _train(case: RateCase, machine: Machine) -> float:
             raise RuntimeError("rankgrad train failed; it says above why")
         entries = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     epochs = [entry for entry in entries if entry["kind"] == "epoch" and entry["epoch"] > 1]
-    return float(statistics.median(entry["steps"] * case.batch / entry["seconds"] for entry in epochs))
+    said = "; ".join(entry["message"] for entry in entries if entry["kind"] == "warning")
+    return statistics.median(entry["steps"] * case.batch / entry["seconds"] for entry in epochs), said
 
 
-def _metric_learning(case: RateCase, machine: Machine) -> float:
+def _metric_learning(case: RateCase, machine: Machine) -> Found:
     from pytorch_metric_learning import losses, samplers
     from torch.utils.data import DataLoader
     from torchvision import datasets, transforms
@@ -250,10 +256,10 @@ def _metric_learning(case: RateCase, machine: Machine) -> float:
     for _ in range(machine.steps):
         step()
     machine.wait()
-    return machine.steps * case.batch / (time.perf_counter() - began)
+    return machine.steps * case.batch / (time.perf_counter() - began), ""
 
 
-_MEASURES: dict[str, Callable[[RateCase, Machine], float]] = dict(
+_MEASURES: dict[str, Callable[[RateCase, Machine], Found]] = dict(
     zip(STAGES, (_decode, _augment, _bare, _step, _train, _metric_learning), strict=True)
 )
 
@@ -293,7 +299,7 @@ def rows_of(cases: Sequence[RateCase], machine: Machine) -> Iterator[dict[str, A
     for case in cases:
         found, note = 0.0, ""
         try:
-            found = measure(case, machine)
+            found, note = measure(case, machine)
         except (RuntimeError, ImportError, OSError) as problem:
             note = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
         key = (case.model, case.images_in_pass)
@@ -338,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 append_csv(given.csv, [origin | row])
     print()
     print(text_table([{name: str(value) for name, value in row.items()} for row in rows]))
-    return 1 if any(row["note"] for row in rows) else 0
+    return 0 if all(row["images_per_second"] for row in rows) else 1
 
 
 if __name__ == "__main__":
