@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from benchmarks.csv_rows import append_csv, text_table
 from benchmarks.presets import PRESETS
 from benchmarks.synthetic import hard_batch
+from rankgrad.ops.rehearsal import rehearsal
 
 ITEMS, DIM = 512, 512
 # few thresholds of a query, so many that other tiles are chosen (MANY_THRESHOLDS), and so many that grids pay off
@@ -104,15 +105,13 @@ def _type_of(value: Any) -> str:
 @contextmanager
 def recorded(card: Card) -> Iterator[list[Launch]]:
     """Kernels are not run but noted, with the tiles of this card."""
-    from triton.runtime.jit import JITFunction
-
     from rankgrad.ops.triton import embeddings
     from rankgrad.ops.triton.tiles import tile_within
 
     launches: list[Launch] = []
 
-    def run(kernel: Any, *positional: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        launches.append(Launch(kernel, dict(zip(kernel.arg_names, positional, strict=False)) | named))
+    def note(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
+        launches.append(Launch(kernel, arguments))
 
     def tile_for(tiles: Any, device: torch.device) -> dict[str, int]:
         return tile_within(tiles, card.shared)
@@ -123,14 +122,12 @@ def recorded(card: Card) -> Iterator[list[Launch]]:
         made(source, *positional, **named)
         source.asm = True
 
-    with ExitStack() as stack:
-        for target, name, value in (
-            (JITFunction, "run", run),
-            (embeddings, "tile_for", tile_for),
-            (embeddings.FusedEmbeddingScores, "__init__", make),
-        ):
-            stack.enter_context(patch.object(target, name, value))
-        stack.enter_context(patch.dict(os.environ, {"TRITON_INTERPRET": "1"}))  # the kernels may be called on a CPU
+    with (
+        patch.object(embeddings, "tile_for", tile_for),
+        patch.object(embeddings.FusedEmbeddingScores, "__init__", make),
+        patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # the kernels may be called on a CPU
+        rehearsal(note),
+    ):
         yield launches
 
 
@@ -143,7 +140,7 @@ def launches_of(card: Card, losses: Sequence[str], dim: int = DIM) -> list[Launc
                     embeddings, labels = hard_batch(ITEMS, dim, per_class, device=torch.device("cpu"))
                     loss = PRESETS[name]("triton")
                     loss.precision = precision  # type: ignore[assignment]
-                    loss(embeddings.requires_grad_(), labels).backward()
+                    loss(embeddings.requires_grad_(), labels)
     return list({launch.key: launch for launch in launches}.values())
 
 

@@ -9,7 +9,7 @@ from rankgrad._checks import check_embeddings, check_labels, check_weights
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.losses.recall import RecallAtK, RecallAtKLoss
 from rankgrad.ops.compiled import CompilableLoss
-from rankgrad.ops.functional import Mixture
+from rankgrad.ops.embedding_inputs import Mixture
 from rankgrad.ops.labels import Labels
 from rankgrad.ops.levels import Levels
 from rankgrad.ops.relevance import Relevance, RelevanceInput, labels_or_relevance

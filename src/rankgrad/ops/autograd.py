@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rankgrad._device import autocast_disabled
+from rankgrad.ops.rehearsal import launch_instead
 
 # As torch.nn.functional.normalize has it: a row of zeros stays one.
 SMALLEST_LENGTH = 1e-12
@@ -361,6 +362,8 @@ class RankLossFunction(torch.autograd.Function):
         wants_gradient = call.ops.differentiable and any(ctx.needs_input_grad)
         losses, ctx.state = forward_pass(call, tensors, wants_gradient=wants_gradient)
         ctx.num_queries = losses.shape[0]
+        if launch_instead() and wants_gradient:
+            backward_pass(ctx.state, torch.ones_like(losses))
         return reduced(losses, call.query_weights, reduce=call.reduce)
 
     @staticmethod

@@ -6,7 +6,7 @@ score_losses       lists of ready scores
 exact_counts       exact ranks on the kernels, for evaluation
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from rankgrad.ops import reference
-from rankgrad.ops.autograd import RankCall, RankOps, ScoreSource, normalize_rows, rank_losses, reduced
+from rankgrad.ops.autograd import RankCall, RankOps, ScoreSource, rank_losses, reduced
 from rankgrad.ops.backends import lowering_for, resolve, resolve_precision
 from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
+from rankgrad.ops.embedding_inputs import EmbeddingInputs, Mixture, prepared, scaled
 from rankgrad.ops.labels import Labels
-from rankgrad.ops.loss_config import Compute, LossConfig, LossOutput, Queries, is_wide
-from rankgrad.ops.masks import Mask
+from rankgrad.ops.loss_config import LossConfig, LossOutput, Queries, is_wide
+from rankgrad.ops.masks import Mask, MaskRelevance
 from rankgrad.ops.rankers import Exact
 from rankgrad.ops.relevance import EngineRelevance, RelevanceInput
 from rankgrad.ops.sources import (
@@ -36,32 +37,8 @@ from rankgrad.ops.sources import (
 )
 
 if TYPE_CHECKING:
+    from rankgrad.ops.triton.embeddings import EmbeddingSource
     from rankgrad.ops.triton.lowerings import Lowering
-
-Mixture = tuple[Tensor, Tensor, Tensor]  # first, second, alpha: see MixedRows
-
-
-def _prepared(embeddings: Tensor, compute: Compute, backend: str) -> Tensor:
-    """Embeddings as they enter the scores: in float32 at least, and of length 1 if so chosen."""
-    wide = embeddings if is_wide(embeddings) else embeddings.float()
-    if not compute.normalize:
-        return wide
-    if backend == "triton":
-        from rankgrad.ops.triton.operands import normalize
-
-        return normalize(wide)
-    return normalize_rows(wide)
-
-
-def _scaled(
-    queries: Tensor, candidates: Tensor | None, score_scale: float | Tensor, config: LossConfig
-) -> tuple[Tensor, Tensor | None, LossConfig]:
-    """Embeddings whose scores are `score_scale` times as large: the root goes to both sides, which may be one tensor."""
-    compute = replace(config.compute, precision=resolve_precision(config.compute.precision, queries), normalize=False)
-    root = score_scale**0.5
-    rows = _prepared(queries, config.compute, "tiled") * root
-    others = None if candidates is None else _prepared(candidates, config.compute, "tiled") * root
-    return rows, others, replace(config, compute=compute)
 
 
 def embedding_losses(
@@ -92,7 +69,7 @@ def embedding_losses(
         caller: named in errors.
     """
     if score_scale is not None:
-        queries, candidates, config = _scaled(queries, candidates, score_scale, config)
+        queries, candidates, config = scaled(queries, candidates, score_scale, config)
     compute, ranker = config.compute, config.ranker
     precision = resolve_precision(compute.precision, queries)
     like = queries if is_wide(queries) else queries.new_empty(0, dtype=torch.float32)
@@ -102,40 +79,36 @@ def embedding_losses(
         captured = _replayed(queries, relevance, weights, config, precision, graphs)
         if captured is not None:
             return captured
-    rows = _prepared(queries, compute, backend)
-    others = None if candidates is None else _prepared(candidates, compute, backend).to(rows.dtype)
-    everyone, candidate_mixture = None, mixture
+    inputs = EmbeddingInputs(queries, candidates, mixture, shard)
+    everyone = None
     if shard is not None:
         everyone = Queries(relevance.build().num_relevant_in_order(), weights, shard)  # the mean is over all shards
         relevance = relevance.shard(shard)
-        if mixture is not None:
-            others, mixture = rows, (mixture[0][shard], mixture[1][shard], mixture[2][shard])
-        else:
-            rows, others = rows[shard], rows if others is None else others
-    one_tile = is_one_tile(relevance.num_queries, relevance.num_candidates, rows.device)
-    if mixture is not None and candidate_mixture is not None and (backend != "tiled" or one_tile):
-        rows = _mixed(rows, mixture)
-        others = None if others is None else _mixed(others, candidate_mixture)
-        mixture = candidate_mixture = None
-    tensors = (rows,) if others is None else (rows, others)
+    one_tile = is_one_tile(relevance.num_queries, relevance.num_candidates, queries.device)
+    tensors = partial(inputs.tensors, compute, backend, mix=backend != "tiled" or one_tile)
     if backend == "reference":
-        scores = tensors[0].double() @ tensors[-1].double().t()
-        dense = Mask(*relevance.to(rows.device).dense())
+        rows = tensors()
+        scores = rows[0].double() @ rows[-1].double().t()
+        dense = Mask(*relevance.to(queries.device).dense())
         return _of_scores(scores, dense, config, backend, weights, everyone, caller)
-    open_source: Callable[..., ScoreSource]
     if backend == "tiled" and one_tile:
-        tile = relevance.to(rows.device).one_tile()
+        tile = relevance.to(queries.device).one_tile()
         everyone = everyone or Queries(tile.num_relevant, weights, none_empty=tile.none_empty)
-        return _run(partial(OneTileScores, relevance=tile), ranker, config, everyone, tensors, caller)
+        return _run(partial(OneTileScores, relevance=tile), ranker, config, everyone, tensors(), caller)
     built = relevance.build()
-    ops: RankOps = ranker
-    if backend == "triton":
-        ops = lowering = lowering_for(ranker, given_scores=False)
-        open_source = _fused_source(built, rows.device, precision, normalized=compute.normalize, ops=lowering)
-    else:
-        open_source = _tiled_source(built, rows.device, mixture, candidate_mixture)
     everyone = everyone or Queries(built.num_relevant if weights is None else built.num_relevant_in_order(), weights)
-    return _run(open_source, ops, config, everyone, tensors, caller)
+    if backend == "tiled":
+        open_source = _tiled_source(built, queries.device, inputs.query_mixture, mixture)
+        return _run(open_source, ranker, config, everyone, tensors(), caller)
+    lowering = lowering_for(ranker, given_scores=False)
+    source = _fused_source(built, queries.device, precision, normalized=compute.normalize, ops=lowering)
+    shape = queries.shape[1], candidates is None, shard is None, _wants_gradient(queries, candidates)
+    return _run_compiled(
+        frozenset((*shape, kind) for kind in source.kinds),
+        lambda config: _run(source, lowering, config, everyone, tensors(), caller),
+        config,
+        queries.device,
+    )
 
 
 def two_way_losses(
@@ -152,9 +125,9 @@ def two_way_losses(
     Plain torch computes each tile of scores once for both. One list of losses is that of the first followed by the second.
     """
     if score_scale is not None:
-        first, scaled, config = _scaled(first, second, score_scale, config)
-        assert scaled is not None
-        second = scaled
+        first, others, config = scaled(first, second, score_scale, config)
+        assert others is not None
+        second = others
     compute, ranker = config.compute, config.ranker
     like = first if is_wide(first) else first.new_empty(0, dtype=torch.float32)
     backend = resolve(compute.backend, like, ranker, caller=caller)
@@ -165,8 +138,8 @@ def two_way_losses(
         none = config.reduction.kind == "none"
         loss = torch.cat((there.loss, back.loss)) if none else (there.loss + back.loss) / 2
         return LossOutput(loss, there.used_queries + back.used_queries, weights)
-    rows = _prepared(first, compute, backend)
-    others = _prepared(second, compute, backend).to(rows.dtype)
+    rows = prepared(first, compute, backend)
+    others = prepared(second, compute, backend).to(rows.dtype)
     built = relevance.build()
     ways = built, built.transposed()
     layouts = [TileLayout.of(way, rows.device) for way in ways]
@@ -222,7 +195,7 @@ def score_program(like: Tensor, lists: tuple[int, int], config: LossConfig, *, c
         return None
     if resolve(config.compute.backend, like, config.ranker, caller=caller, given=lists) != "triton":
         return None
-    from rankgrad.ops.triton.scores import MOST_CAPTURED, CountedMask, FusedGivenScores
+    from rankgrad.ops.triton.scores import MOST_CAPTURED, CountedMask
 
     if lists[0] * lists[1] > MOST_CAPTURED:
         return None
@@ -233,8 +206,7 @@ def score_program(like: Tensor, lists: tuple[int, int], config: LossConfig, *, c
         return counted, counted.num_relevant.amax()[None]
 
     def loss(leaf: Tensor, counted: CountedMask, widths: Sequence[int]) -> LossOutput:
-        source = partial(FusedGivenScores, relevance=counted.padded(widths[0]))
-        return _run(source, ops, config, Queries(counted.num_relevant), (leaf,), caller)
+        return _run_fused_scores(leaf, counted.padded(widths[0]), ops, config, Queries(counted.num_relevant), leaf, caller)
 
     return GraphProgram(lists[:1], build, loss)
 
@@ -250,6 +222,20 @@ def exact_counts(
     for rows, items, count in zip(source.row_blocks, positives, counts, strict=True):
         assert items.valid is not None, "the kernels pad"
         yield built.query_order[rows], count, items.valid
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _run_compiled(
+    kinds: frozenset[Hashable], run: Callable[[LossConfig], LossOutput], config: LossConfig, device: torch.device
+) -> LossOutput:
+    """`run` by the kernels, which are compiled at the same time before the first call of a kind."""
+    from rankgrad.ops.triton.first_call import StandIn, compile_together
+
+    compile_together(kinds, lambda: run(replace(config, objective=StandIn.of(config.objective))), device)
+    return run(config)
 
 
 def _run(
@@ -293,18 +279,31 @@ def _of_scores(
             scores.double(), relevance.relevance, relevance.candidates, config.ranker, config.objective, own
         )
         return LossOutput(reduced(losses, own, reduce=config.reduction.kind == "mean"), used, query_weights)
-    source: Callable[..., ScoreSource] = partial(GivenScores, relevance=built)
-    ops: RankOps = config.ranker
     if backend == "triton":
-        from rankgrad.ops.triton.scores import FusedGivenScores
+        ops = lowering_for(config.ranker, given_scores=True)
+        return _run_fused_scores(scores, built, ops, config, everyone, ranked, caller)
+    return _run(partial(GivenScores, relevance=built), config.ranker, config, everyone, (scores,), caller, ranked=ranked)
 
-        source, ops = partial(FusedGivenScores, relevance=built), lowering_for(config.ranker, given_scores=True)
-    return _run(source, ops, config, everyone, (scores,), caller, ranked=ranked)
 
+def _run_fused_scores(
+    scores: Tensor,
+    relevance: MaskRelevance,
+    ops: "Lowering[Any]",
+    config: LossConfig,
+    everyone: Queries,
+    ranked: Tensor,
+    caller: str,
+) -> LossOutput:
+    from rankgrad.ops.triton.scores import FusedGivenScores
 
-def _mixed(rows: Tensor, mixture: Mixture) -> Tensor:
-    first, second, alpha = mixture
-    return torch.lerp(rows[second], rows[first], alpha[:, None].to(rows))
+    source = partial(FusedGivenScores, relevance=relevance)
+    shape = scores.dtype, relevance.candidates is None, relevance.single, (relevance.width or 0).bit_length()
+    return _run_compiled(
+        frozenset({(ops.kind, *shape, _wants_gradient(scores))}),
+        lambda config: _run(source, ops, config, everyone, (scores,), caller, ranked=ranked),
+        config,
+        scores.device,
+    )
 
 
 def _tiled_source(
@@ -333,22 +332,16 @@ def _fused_source(
     normalized: bool,
     ops: "Lowering[Any]",
     widths: Sequence[int] | None = None,
-) -> Callable[..., ScoreSource]:
+) -> "EmbeddingSource":
     """The fused kernels for `ops`. `widths`, the most and the mean positives of a query, avoid reading them from the device."""
-    from rankgrad.ops.triton.embeddings import FusedEmbeddingScores
+    from rankgrad.ops.triton.embeddings import EmbeddingSource
     from rankgrad.ops.triton.query_groups import QueryGroups
 
     if widths is None:
         layout = QueryGroups.of(relevance, device)
     else:
         layout = QueryGroups(relevance, [slice(0, len(relevance.query_order))], [widths[0]], widths[1])
-
-    def open_source(queries: Tensor, candidates: Tensor | None = None) -> ScoreSource:
-        return FusedEmbeddingScores(
-            queries, candidates, layout, precision, normalized=normalized, threshold_scale=ops.threshold_scale
-        )
-
-    return open_source
+    return EmbeddingSource(layout, precision, normalized, ops)
 
 
 def _may_capture(leaf: Tensor, config: LossConfig) -> bool:
@@ -387,7 +380,7 @@ def _replayed(
         built, in_mean = relevance_and_queries
         normalized = config.compute.normalize
         source = _fused_source(built, leaf.device, precision, normalized=normalized, ops=ops, widths=widths)
-        rows = _prepared(leaf, config.compute, "triton")
+        rows = prepared(leaf, config.compute, "triton")
         return _run(source, ops, config, in_mean, (rows,), caller="")
 
     key = (config, precision, relevance.settings, weights is None)

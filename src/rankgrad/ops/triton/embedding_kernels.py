@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from rankgrad.ops.triton.grid_kernels import deposit
+from rankgrad.ops.triton.kernel import kernel
 from rankgrad.ops.triton.ranker_kernels import GRID, backward_tile, begin_rows, count_tile, tally_tile
 
 # Neither the value of these arguments nor the alignment of these arrays makes the code better, and each case that Triton
@@ -107,7 +108,7 @@ def _hidden_columns(b_start, b_stop, b_self):
     return first, last
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
+@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
 def positives_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, out,
     first_row, num_rows, P,
@@ -134,7 +135,7 @@ def positives_kernel(
         tl.store(out + b_p.to(tl.int64) * num_rows + o_r[:, None], b_s, mask=b_is & (b_p < P))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def listed_positives_kernel(
     queries, candidates, row_bias, column_bias, alpha, positives, out, first_row, num_rows, P,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -155,7 +156,7 @@ def listed_positives_kernel(
             tl.store(out + o_p * num_rows + o_r, b_t, mask=(o_r < num_rows) & (o_p < P))
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
+@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
 def count_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
     thresholds, counts, slopes, centres, first_row, num_rows, num_candidates, P, tiles_per_split,
@@ -188,7 +189,7 @@ def count_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
+@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
 def scatter_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
     maps, tables, descending, sums, first_row, num_rows, num_candidates, tiles_per_split, splits, size, bits, scale,
@@ -223,7 +224,7 @@ def scatter_kernel(
             tally_tile(b_s, maps, tables, descending, sums, o_r, m_m, size)
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
+@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
 def backward_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
     row_t, row_w, row_extra, row_reached, column_t, column_w, column_extra, column_reached, high, low,
@@ -284,7 +285,7 @@ def backward_kernel(
         tl.store(low + p_g, ((b_g - b_high.to(tl.float32)) * 2048.0).to(tl.float16), mask=m_g)
 
 
-@triton.jit
+@kernel()
 def gather_kernel(
     partners, partner_order, d_positives, offset, start, self_index, first_partner, last_partner, product, product_scale,
     product_width, order, out, items, d,

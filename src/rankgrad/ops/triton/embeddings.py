@@ -1,6 +1,7 @@
 """Scores of embeddings by the fused kernels: launches, and what is kept between the passes."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -55,6 +56,37 @@ TILES_EACH = 16
 GRADIENT_PEAK = 2.0**14
 
 
+@dataclass(frozen=True)
+class EmbeddingSource:
+    """Opens the fused kernels on embeddings."""
+
+    layout: QueryGroups
+    precision: Precision
+    normalized: bool
+    ops: Lowering[Any]
+
+    def __call__(self, queries: Tensor, candidates: Tensor | None = None) -> "FusedEmbeddingScores":
+        layout, scale = self.layout, self.ops.threshold_scale
+        return FusedEmbeddingScores(
+            queries, candidates, layout, self.precision, normalized=self.normalized, threshold_scale=scale
+        )
+
+    @property
+    def kinds(self) -> frozenset[Hashable]:
+        """What the kernels are compiled for besides the shape of embeddings, for each number of positives."""
+        r, mode = self.layout.relevance, _many_mode(self.ops, self.layout, normalized=self.normalized)
+        settings = (self.ops.kind, str(mode), self.precision, self.normalized, type(r), r.rank_self, r.symmetric)
+        return frozenset((*settings, width.bit_length()) for width in self.layout.widths)
+
+
+def _many_mode(ops: Lowering[Any], layout: QueryGroups, *, normalized: bool) -> Any:
+    """The MODE of `ops` for many positives, or None where it does not pay off or where a grid would not fit."""
+    if ops.many_mode is None or layout.mean < MANY_POSITIVES:
+        return None
+    fits = normalized and cells_of_unit_vectors(ops.score_scale) <= MOST_CELLS
+    return ops.many_mode if fits or ops.many_mode != GRID else None
+
+
 class FusedEmbeddingScores:
     """Scores of queries and candidates in float32, or of one set of embeddings in both roles (`candidates` None).
 
@@ -89,7 +121,7 @@ class FusedEmbeddingScores:
         self.scaled: dict[float, dict[str, Tensor]] = {}
         self.kept: list[tuple[Tensor, Tensor] | BucketTables | None] = []  # per row block what a lowering keeps of its counts
         self.asm = queries.is_cuda
-        self.normalized = normalized
+        self.many_mode = partial(_many_mode, layout=layout, normalized=normalized)
         self.grids: QueryGrids | None = None
 
     def positives(self, block: int) -> PositiveScores:
@@ -154,7 +186,7 @@ class FusedEmbeddingScores:
 
     def count(self, ops: Lowering[Any], thresholds: list[Any], seed: int, *, keep: bool) -> list[Tensor]:
         widths, device = self.layout.widths, self.query_order.device
-        mode = self._many_mode(ops)
+        mode = self.many_mode(ops)
         if mode is not None and mode == GRID:
             return self._count_on_grids(ops, thresholds)
         if mode is not None:
@@ -200,13 +232,6 @@ class FusedEmbeddingScores:
             )
         total = sums.sum(dim=1)
         return total[0].t().contiguous(), (total[1], centres) if ops.keeps_slopes else None
-
-    def _many_mode(self, ops: Lowering[Any]) -> Any:
-        """The MODE of `ops` for many positives, or None where it does not pay off or where a grid would not fit."""
-        if ops.many_mode is None or self.layout.mean < MANY_POSITIVES:
-            return None
-        fits = self.normalized and cells_of_unit_vectors(ops.score_scale) <= MOST_CELLS
-        return ops.many_mode if fits or ops.many_mode != GRID else None
 
     def _scatter(self, ops: Lowering[Any], rows: slice, arguments: dict[str, Any]) -> None:
         tile = self._narrow_tile(MANY_POSITIVES)
@@ -287,7 +312,7 @@ class FusedEmbeddingScores:
         self, ops: Lowering[Any], args: Sequence[BackwardArgs], groups: Sequence[slice], block: int, memory: Tensor
     ) -> None:
         """All passes over a group of queries: gradient tiles, then the library's products with them."""
-        group, all_rows, size, mode = groups[block], len(self.query_order), memory.shape[1], self._many_mode(ops)
+        group, all_rows, size, mode = groups[block], len(self.query_order), memory.shape[1], self.many_mode(ops)
         for begin in range(group.start, group.stop, size):
             end = min(begin + size, group.stop)
             first_column = begin if self.symmetric else 0

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from rankgrad.ops.triton.device_functions import packed, reciprocal, unpacked
+from rankgrad.ops.triton.kernel import kernel
 
 # Cells of a unit. Units that a grid goes beyond its thresholds: sigmoids of scores above it are 1 to the last bit of a count of
 # a million, and those below it are less than 2 ** -58.
@@ -34,7 +35,7 @@ STEP = tl.constexpr(0.6931471805599453 / 4)
 SIZES = ("P", "first_row", "num_rows", "from_row", "moment_row")
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def grid_kernel(thresholds, begins, used, first_row, num_rows, P, cells, BP: tl.constexpr, BR: tl.constexpr):
     """Where the grid of query first_row + r begins, nowhere if it has no threshold [P, rows], and how many cells it has."""
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -76,7 +77,7 @@ def deposit(b_s, begins, used, moments, o_r, m_m, cells, bits, scale, WIDE: tl.c
         tl.atomic_add(p_m + 1, b_square + (b_cube << 32), mask=m_in, sem="relaxed")
 
 
-@triton.jit
+@kernel()
 def moment_kernel(moments, total, inverse, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of offsets become factors of Taylor's series around the middle of a cell, two float32 in place of an integer."""
     WIDTH: tl.constexpr = 2 if WIDE else 1
@@ -95,7 +96,7 @@ def moment_kernel(moments, total, inverse, WIDE: tl.constexpr, BLOCK: tl.constex
         tl.store(p_m + 1, packed(b_m2 * (STEP * STEP / 2), b_m3 * (STEP * STEP * STEP / 6)), mask=o < total)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def collect_kernel(
     thresholds, num_relevant, begins, used, moments, counts, slopes, first_row, num_rows, from_row, moment_row, P, cells,
     WIDE: tl.constexpr, ASM: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
@@ -144,7 +145,7 @@ def collect_kernel(
     tl.store(slopes + o_t, tl.sum(b_slope, 0), mask=o_p < P)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def table_kernel(
     thresholds, weights, num_relevant, begins, used, table, first_row, num_rows, P, cells,
     ASM: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,

@@ -7,7 +7,7 @@ Letter:  P thresholds of a query
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -119,6 +119,11 @@ class Lowering(ABC, Generic[R]):
     def constants(self) -> dict[str, Any]:
         """What the kernels are compiled for."""
         return {"MODE": self.mode, "DELTA": 0.0, "SLOPE": 0.0, "OFFSET": 0.0}
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for those that the kernels are compiled for once."""
+        return type(self), *map(str, self.constants.values())
 
     @property
     def score_scale(self) -> float:

@@ -6,11 +6,12 @@
 Letters:  i_ program index, o_ offsets, m_ a mask, b_ a block in registers
 """
 
-import triton
 import triton.language as tl
 
+from rankgrad.ops.triton.kernel import kernel
 
-@triton.jit
+
+@kernel()
 def operand_kernel(
     base, order, mean, scale, operand, plain, row_bias, column_bias, d,
     SPLIT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
@@ -45,7 +46,7 @@ def operand_kernel(
     tl.store(column_bias + i, to_mean - mean_square)
 
 
-@triton.jit
+@kernel()
 def normalize_kernel(x, normalized, inverse, d, smallest, BD: tl.constexpr):
     """A row divided by its length, and 1 / length; a row of large numbers is scaled first, so that no square overflows."""
     i = tl.program_id(0).to(tl.int64)
@@ -58,7 +59,7 @@ def normalize_kernel(x, normalized, inverse, d, smallest, BD: tl.constexpr):
     tl.store(inverse + i, b_inverse / scale)
 
 
-@triton.jit
+@kernel()
 def normalize_bwd_kernel(normalized, inverse, d_normalized, d_x, d, BD: tl.constexpr):
     """What of a row's gradient is not along the row, divided by its length."""
     i = tl.program_id(0).to(tl.int64)

@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from rankgrad.ops.autograd import SMALLEST_LENGTH, first_derivative_only
+from rankgrad.ops.rehearsal import launch_instead
 from rankgrad.ops.triton.operand_kernels import normalize_bwd_kernel, normalize_kernel, operand_kernel
 from rankgrad.ops.triton.tiles import STEP, TILE, WIDEST
 
@@ -32,22 +33,28 @@ class _Normalize(torch.autograd.Function):
             x=x, normalized=normalized, inverse=inverse, d=d, smallest=SMALLEST_LENGTH, BD=triton.next_power_of_2(d)
         )
         ctx.save_for_backward(normalized, inverse)
+        if launch_instead() and ctx.needs_input_grad[0]:
+            _normalize_backward(normalized, inverse, normalized)
         return normalized
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, d_normalized: Tensor) -> Tensor:
         normalized, inverse = ctx.saved_tensors
-        d_x, d = torch.empty_like(normalized), normalized.shape[1]
-        normalize_bwd_kernel[(len(normalized),)](
-            normalized=normalized,
-            inverse=inverse,
-            d_normalized=d_normalized.contiguous(),
-            d_x=d_x,
-            d=d,
-            BD=triton.next_power_of_2(d),
-        )
-        return d_x
+        return _normalize_backward(normalized, inverse, d_normalized)
+
+
+def _normalize_backward(normalized: Tensor, inverse: Tensor, d_normalized: Tensor) -> Tensor:
+    d_x, d = torch.empty_like(normalized), normalized.shape[1]
+    normalize_bwd_kernel[(len(normalized),)](
+        normalized=normalized,
+        inverse=inverse,
+        d_normalized=d_normalized.contiguous(),
+        d_x=d_x,
+        d=d,
+        BD=triton.next_power_of_2(d),
+    )
+    return d_x
 
 
 def normalize(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from rankgrad.ops.triton.device_functions import reciprocal
 from rankgrad.ops.triton.grid_kernels import look_up
+from rankgrad.ops.triton.kernel import kernel
 from rankgrad.ops.triton.score_kernels import position_of
 
 SIGMOID = tl.constexpr(0)
@@ -267,7 +268,7 @@ def _add_thresholds(
     return b_g
 
 
-@triton.jit(do_not_specialize=("P",))
+@kernel(do_not_specialize=("P",))
 def among_kernel(scores, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr):
     """out[row, x] = sum over the row's positives y of sigmoid((s_y - s_x) / tau), x itself among them; scale: of base 2.
 
@@ -286,7 +287,7 @@ def among_kernel(scores, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.
     tl.store(out + i * P + o_x, tl.sum(b_sum, 0), mask=o_x < P)
 
 
-@triton.jit(do_not_specialize=("P",))
+@kernel(do_not_specialize=("P",))
 def among_bwd_kernel(scores, weights, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr):
     """out[row, x] = sum over y of (w_y - w_x) slope((s_y - s_x) / tau): the slope of a sigmoid is even."""
     i = tl.program_id(0).to(tl.int64)
@@ -304,7 +305,7 @@ def among_bwd_kernel(scores, weights, num_relevant, out, P, scale, ASM: tl.const
     tl.store(out + i * P + o_x, tl.where(o_x < count, tl.sum(b_sum, 0), 0.0), mask=o_x < P)
 
 
-@triton.jit(do_not_specialize=("P",))
+@kernel(do_not_specialize=("P",))
 def proper_kernel(ahead, order, descending, num_relevant, rank, among, P, AMONG: tl.constexpr, BLOCK: tl.constexpr):
     """Ranks of a row's positives [P] from their positions in descending order and the irrelevant ones ahead; 1 at padding.
 

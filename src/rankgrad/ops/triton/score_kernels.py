@@ -17,6 +17,8 @@ Letters:  n scores, P thresholds of a list   i a list, i_ program index, o_ offs
 import triton
 import triton.language as tl
 
+from rankgrad.ops.triton.kernel import kernel
+
 # They differ from call to call, and no load gets wider by knowing that one of them is even.
 SIZES = ["P", "BUCKETS", "steps", "blocks"]
 
@@ -74,7 +76,7 @@ def _scores(scores, relevant, candidates, row_stride, row, o_n, n, MASKED: tl.co
     return b_s, m_visible, m_n
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def table_kernel(
     descending, num_relevant, rows, bucket_map, begin, P, BUCKETS, steps, blocks,
     MAKE_MAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -112,7 +114,7 @@ def table_kernel(
     tl.store(begin + i * (BUCKETS + 1) + o_b, b_low, mask=m_b)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def count_kernel(
     scores, relevant, candidates, rows, bucket_map, descending, begin, positions, counts, row_stride, n, P, BUCKETS, blocks,
     MASKED: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
@@ -128,7 +130,7 @@ def count_kernel(
     _tally(counts + i * P, b_position, m_visible, P)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def backward_kernel(
     scores, relevant, candidates, rows, bucket_map, descending, begin, positions, scale, gradient, counts,
     row_stride, n, P, BUCKETS, blocks,
@@ -147,7 +149,7 @@ def backward_kernel(
     _tally(counts + i * P, b_after, m_visible, P)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def positive_grad_kernel(d_positives, columns, num_relevant, first, rows, gradient, n, P, blocks, BLOCK: tl.constexpr):
     """gradient[rows[i], column of the j-th relevant item] = d_positives[i, j]."""
     i = (tl.program_id(0) // blocks).to(tl.int64)
@@ -159,7 +161,7 @@ def positive_grad_kernel(d_positives, columns, num_relevant, first, rows, gradie
     tl.store(gradient + row * n + b_column, b_gradient.to(gradient.dtype.element_ty), mask=m_p)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES)
 def column_kernel(relevant, counts, columns, n, P, blocks, STORE: tl.constexpr, BLOCK: tl.constexpr):
     """counts[i, block] = relevant items of the block; STORE: it holds those up to the block's end, and columns[i] is filled."""
     i = (tl.program_id(0) // blocks).to(tl.int64)

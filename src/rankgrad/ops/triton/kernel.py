@@ -1,0 +1,28 @@
+"""Kernels as the rest of the package launches them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import triton
+
+from rankgrad.ops.rehearsal import launch_instead
+
+
+class Kernel:
+    """A function compiled by Triton, launched as `kernel[grid](name=value, ...)`; in a rehearsal it is not run."""
+
+    def __init__(self, function: Callable[..., None], **options: Any) -> None:
+        self.jit = triton.jit(function, **options)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        instead = launch_instead()
+        if instead is not None:
+            return lambda **arguments: instead(self.jit, grid, arguments)
+        launch: Callable[..., Any] = self.jit[grid]
+        return launch
+
+
+def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:
+    """Decorator in place of `triton.jit`, with its options, for what is launched and not called by another kernel."""
+    return partial(Kernel, **options)

@@ -1,0 +1,232 @@
+"""The kernels of a loss are compiled at the same time before its first call, by a rehearsal in which none is run."""
+
+import os
+import subprocess
+import sys
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import rankgrad as rg
+from rankgrad.ops.rehearsal import launch_instead, rehearsal
+
+triton = pytest.importorskip("triton")
+first_call = pytest.importorskip("rankgrad.ops.triton.first_call")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NORMALIZE = {"normalize_kernel", "normalize_bwd_kernel"}
+EMBEDDINGS = NORMALIZE | {"operand_kernel", "positives_kernel", "backward_kernel", "gather_kernel"}
+AMONG = {"among_kernel", "among_bwd_kernel"}
+GRIDS = {"grid_kernel", "scatter_kernel", "moment_kernel", "collect_kernel", "table_kernel"}
+SCORES = {"table_kernel", "count_kernel", "backward_kernel", "proper_kernel", "positive_grad_kernel"}
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Fresh memory holds NaN and the largest integers: an index taken from what no kernel has written is out of bounds."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def batch(per_class):
+    generator = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(128, 24, generator=generator).to(DEVICE).requires_grad_()
+    return embeddings, torch.arange(128, device=DEVICE) // per_class
+
+
+def launches(call):
+    names = []
+    with rehearsal(lambda kernel, grid, arguments: names.append(kernel.__name__)):
+        call()
+    return names
+
+
+@pytest.mark.parametrize(
+    ("loss", "per_class", "of_ranker"),
+    [
+        (rg.RecallAtKLoss(), 4, {"count_kernel"} | AMONG),
+        (rg.SmoothAPLoss(), 64, GRIDS | AMONG),
+        (rg.FastAPLoss(), 4, {"count_kernel"}),
+        (rg.RamboAPLoss(), 4, {"count_kernel", "proper_kernel"}),
+        (rg.RamboAPLoss(), 64, {"table_kernel", "scatter_kernel", "proper_kernel"}),
+        (rg.RankLoss(rg.UpperBound(0.1, 3.0, 0.2), rg.NDCG()), 4, {"count_kernel", "proper_kernel"}),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fast", "high"])
+def test_a_rehearsal_knows_the_launches_of_both_passes_and_runs_none(loss, per_class, of_ranker, precision):
+    embeddings, labels = batch(per_class)
+    loss.backend, loss.precision = "triton", precision
+    assert set(launches(lambda: loss(embeddings, labels))) == EMBEDDINGS | of_ranker
+    assert launch_instead() is None
+    with torch.no_grad():
+        only_forward = set(launches(lambda: loss(embeddings, labels)))
+    assert only_forward < EMBEDDINGS | of_ranker
+    assert not only_forward & {"backward_kernel", "gather_kernel"}
+
+
+def test_a_rehearsal_of_score_lists():
+    scores = torch.randn(2, 300, device=DEVICE, requires_grad=True)
+    relevance = torch.arange(300, device=DEVICE).expand(2, -1) % 7 == 0
+    loss = rg.RamboAPLoss(backend="triton")
+    assert set(launches(lambda: loss.from_scores(scores, relevance))) == SCORES
+
+
+def test_other_threads_launch_meanwhile():
+    seen = []
+    with rehearsal(lambda *launch: None):
+        thread = threading.Thread(target=lambda: seen.append(launch_instead()))
+        thread.start()
+        thread.join()
+        assert launch_instead() is not None
+    assert seen == [None]
+
+
+def test_the_objective_of_the_user_does_not_see_a_rehearsal(gpu):
+    seen = []
+
+    def objective(ranks):
+        seen.append(bool(ranks.rank.isfinite().all()))
+        return ranks.mean(1 / ranks.rank)
+
+    embeddings, labels = batch(4)
+    loss = rg.RankLoss(rg.Sigmoid(0.05), objective, backend="triton", cuda_graphs=False)
+    value = loss(embeddings, labels)
+    assert gpu.names.count("count_kernel") == 1
+    assert seen == [True]
+    expected = rg.RankLoss(rg.Sigmoid(0.05), objective, backend="reference")(embeddings, labels)
+    torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+class FakeGPU:
+    """Notes what is compiled and loaded, and when all kernels have been asked for."""
+
+    def __init__(self):
+        self.names, self.loaded, self.error = [], [], None
+
+    def warmup(self, name, grid, **arguments):
+        if self.error:
+            raise self.error
+        self.names.append(name)
+        return FakeKernel(name, self.loaded)
+
+
+class FakeKernel:
+    def __init__(self, name, loaded):
+        self.name, self.loaded = name, loaded
+
+    @property
+    def run(self):
+        self.loaded.append((self.name, threading.current_thread().name))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if tensors were on a GPU: kernels are run by the interpreter, and the rehearsal asks the fake to compile."""
+    fake = FakeGPU()
+    monkeypatch.setattr(first_call, "_compiled", set())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(triton, "AsyncCompileMode", lambda pool: nullcontext(), raising=False)
+    together, made = first_call.compile_together, first_call.rehearsal
+
+    def on_gpu(kinds, call, device):
+        together(kinds, call, torch.device("cuda"))
+
+    def rehearsal_of_fakes(instead):
+        def fake_instead(kernel, grid, arguments):
+            instead(FakeFunction(kernel.__name__, fake), grid, arguments)
+
+        return made(fake_instead)
+
+    monkeypatch.setattr(first_call, "compile_together", on_gpu)
+    monkeypatch.setattr(first_call, "rehearsal", rehearsal_of_fakes)
+    return fake
+
+
+class FakeFunction:
+    def __init__(self, name, gpu):
+        self.name, self.gpu = name, gpu
+
+    def warmup(self, grid, **arguments):
+        return self.gpu.warmup(self.name, grid, **arguments)
+
+
+def test_a_kind_of_call_is_compiled_once_and_loaded_by_other_threads(gpu):
+    embeddings, labels = batch(4)
+    loss = rg.RamboAPLoss(backend="triton", precision="fast", cuda_graphs=False)
+    for _ in range(2):
+        loss(embeddings, labels).backward()
+    assert sorted(set(gpu.names)) == sorted(EMBEDDINGS | {"count_kernel", "proper_kernel"})
+    assert gpu.names.count("count_kernel") == 1
+    assert sorted(name for name, _ in gpu.loaded) == sorted(gpu.names)
+    assert all(thread != threading.current_thread().name for _, thread in gpu.loaded)
+    loss(embeddings[:64], labels[:64])  # of another size, which compiles nothing
+    assert gpu.names.count("count_kernel") == 1
+    loss.precision = "high"
+    loss(embeddings, labels)
+    assert gpu.names.count("count_kernel") == 2
+
+
+def test_what_fails_in_a_rehearsal_does_not_stop_the_call(gpu):
+    gpu.error = RuntimeError("no compiler here")
+    embeddings, labels = batch(4)
+    loss = rg.FastAPLoss(backend="triton", precision="high", cuda_graphs=False)
+    expected = rg.FastAPLoss(backend="reference")(embeddings, labels)
+    torch.testing.assert_close(loss(embeddings, labels).double(), expected, rtol=1e-4, atol=1e-5)
+    assert launch_instead() is None
+
+
+def test_nothing_is_rehearsed_while_a_graph_is_captured_or_without_the_mode(gpu, monkeypatch):
+    embeddings, labels = batch(4)
+    loss = rg.FastAPLoss(backend="triton", precision="fast", cuda_graphs=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    loss(embeddings, labels)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.delattr(triton, "AsyncCompileMode")
+    loss(embeddings, labels)
+    assert gpu.names == []
+
+
+WITHOUT_GPU = """
+import threading
+from contextlib import nullcontext
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton import knobs
+
+class Driver:  # of a GPU that is not here
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+torch.cuda.device, torch.cuda.is_current_stream_capturing = lambda device: nullcontext(), lambda: False
+from rankgrad.ops.triton.operands import normalize
+from rankgrad.ops.triton.first_call import compile_together
+compiled = []
+
+def listen(*, src, **_):
+    compiled.append((src.name, threading.current_thread() is threading.main_thread()))
+
+knobs.compilation.listener = listen
+compile_together(frozenset({"a"}), lambda: normalize(torch.ones(4, 16, requires_grad=True)), torch.device("cuda"))
+print(*sorted(compiled))
+"""
+
+
+def test_triton_compiles_them_in_threads(tmp_path):
+    if not hasattr(triton, "AsyncCompileMode"):
+        pytest.skip("this Triton compiles one kernel after the other")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_GPU]
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "('normalize_bwd_kernel', False) ('normalize_kernel', False)"
+    assert len(list(tmp_path.rglob("*.cubin"))) == 2
