@@ -1,10 +1,12 @@
 """The kernels of a loss are compiled at the same time before its first call, by a rehearsal in which none is run."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +69,14 @@ def test_a_rehearsal_knows_the_launches_of_both_passes_and_runs_none(loss, per_c
         only_forward = set(launches(lambda: loss(embeddings, labels)))
     assert only_forward < EMBEDDINGS | of_ranker
     assert not only_forward & {"backward_kernel", "gather_kernel"}
+
+
+def test_every_kernel_that_is_launched_can_be_rehearsed():
+    folder = Path(first_call.__file__).parent
+    assert len(re.findall(r"^@kernel\(", "".join(path.read_text() for path in folder.glob("*.py")), re.MULTILINE)) > 20
+    for path in folder.glob("*.py"):
+        found = re.findall(r"^@triton\.jit(?:\(.*\))?\ndef (\w*kernel)\(", path.read_text(), re.MULTILINE)
+        assert not found, f"{path.name}: {found} are launched: decorate them with @kernel() in place of @triton.jit"
 
 
 def test_a_rehearsal_of_score_lists():
