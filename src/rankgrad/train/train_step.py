@@ -150,7 +150,7 @@ class TrainStep:
         value = self._gradients(step, seed, indices, images, labels, warn)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        length = full_tensors(torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip or math.inf))
+        length = full_tensors(self._clip())
         self.guard.add(step + 1, indices, value, length)
         if self._scaler is None:
             self.optimizer.step()
@@ -169,6 +169,12 @@ class TrainStep:
             labels=all_labels,
             ranked=self._large.ranked,
         )
+
+    def _clip(self) -> Tensor:
+        """The gradient norm, before it is clipped."""
+        if self.settings.clip:
+            return torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip)
+        return torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     def _set_progress(self, done: float) -> None:
         """Tells the loss, and the losses inside it, how far training is, for schedules of their own."""
