@@ -105,6 +105,9 @@ def filled(page: str, results: Path) -> str:
         file, make = FIGURES[name]
         return f"{match['words']} -->{make(rows_of(file), *words)}"
 
+    first = re.search(r"^\s*<!-- figure (.*?) -->", page, re.MULTILINE)
+    if first is not None:
+        raise ValueError(f"a comment that begins a line ends the paragraph: put a word before the figure {first[1]!r}")
     return FIGURE.sub(figure, TABLE.sub(table, page))
 
 

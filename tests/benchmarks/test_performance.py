@@ -33,8 +33,10 @@ def test_a_table_that_nobody_makes_is_an_error():
         filled("<!-- table unknown -->\n<!-- end -->\n", RESULTS)
     with pytest.raises(ValueError, match="no figure 'unknown'; there are kernel"):
         filled("it takes <!-- figure unknown 7 -->9 ms<!-- end -->", RESULTS)
+    with pytest.raises(ValueError, match="begins a line ends the paragraph: put a word before the figure 'million fast'"):
+        filled("it takes\n  <!-- figure million fast -->9 s<!-- end -->", RESULTS)
     with pytest.raises(ValueError, match=r"no measured row recall_at_k/ours of size 77 with precision fast"):
-        filled("<!-- figure kernel recall_at_k/ours 77 fast time --><!-- end -->", RESULTS)
+        filled("it takes <!-- figure kernel recall_at_k/ours 77 fast time --><!-- end -->", RESULTS)
 
 
 def test_figures_in_a_sentence_are_those_of_the_last_row():
