@@ -10,7 +10,7 @@ benchmarks/results that `rankgrad study` wrote:
     {{ least FILE GROUP METRIC }}            the smallest mean of a group
     {{ most FILE GROUP METRIC }}             the largest one
     {{ values FILE LABEL METRIC }}           of every seed
-    {{ tried FILE METRIC }}                  what was tried on validation classes, and what it gave
+    {{ tried FILE METRIC,METRIC }}           what was tried on validation classes, and what it gave
     {{ curves FILE GROUP METRIC TITLE }}     a picture of FILE-curves.csv
     {{ if FILE }} ... {{ end }}              only where the file exists; {{ if FILE GROUP }}: and has runs of the group
 """
@@ -141,15 +141,16 @@ class Evidence:
         rows = self._of(file, label)
         return ", ".join(f"{100 * float(row[metric]):.1f}" for row in rows)
 
-    def tried(self, file: str, metric: str) -> str:
+    def tried(self, file: str, metrics: str) -> str:
         """A line per label: its runs on validation classes, each with what it changed."""
         self.rows(file)
+        names = metrics.split(",")
         found: dict[str, dict[str, str]] = {}
         for row in self._files[file]:
             if row["split"] == "validation":
-                found.setdefault(row["label"], {})[row["changes"]] = f"{100 * float(row[metric]):.1f}"
+                found.setdefault(row["label"], {})[row["changes"]] = " / ".join(f"{100 * float(row[name]):.1f}" for name in names)
         cells = [[label, "; ".join(f"{text}: {value}" for text, value in runs.items())] for label, runs in found.items()]
-        return markdown_table(["loss", f"settings and validation {metric}"], cells)
+        return markdown_table(["loss", f"settings and validation {' / '.join(names)}"], cells)
 
     def curves(self, file: str, group: str, metric: str, title: str) -> str:
         """The link to a picture, which is drawn."""
