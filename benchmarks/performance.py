@@ -25,12 +25,14 @@ Figures:
     kernel-dates                      when the rows of the tables were measured
     rate STAGE MODEL BATCH CUT        images per second; CUT is whole, auto or none
     million PRECISION                 seconds of a step on a million items
+    cars METRIC LABEL                 percent, the mean over seeds of a line of `rankgrad study cars`
 """
 
 import argparse
 import csv
 import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -127,6 +129,14 @@ def kernel_dates(rows: Sequence[Row]) -> str:
     """The days on which the rows that the tables show were measured."""
     days = sorted({row["date"][:10] for row in _latest(rows).values()})
     return days[0] if len(set(days)) == 1 else f"{days[0]} to {days[-1]}"
+
+
+def cars(rows: Sequence[Row], metric: str, *label: str) -> str:
+    """The mean over seeds on the test classes."""
+    values = [float(row[metric]) for row in rows if row["split"] == "test" and row["label"] == " ".join(label)]
+    if not values:
+        raise ValueError(f"there is no test of {' '.join(label)} on Cars196")
+    return f"{100 * statistics.fmean(values):.1f}"
 
 
 def rate(rows: Sequence[Row], stage: str, model: str, batch: str, cut: str) -> str:
@@ -325,6 +335,7 @@ FIGURES: dict[str, tuple[str, Callable[..., str]]] = {
     "kernel-dates": (f"kernels-{GPU}", kernel_dates),
     "rate": (f"training-rates-{GPU}", rate),
     "million": (f"million-items-{GPU}", million_seconds),
+    "cars": (f"cars-{GPU}", cars),
 }
 TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "batch-sizes": (f"kernels-{GPU}", batch_sizes),
