@@ -148,7 +148,9 @@ class Evidence:
         found: dict[str, dict[str, str]] = {}
         for row in self._files[file]:
             if row["split"] == "validation":
-                found.setdefault(row["label"], {})[row["changes"]] = " / ".join(f"{100 * float(row[name]):.1f}" for name in names)
+                found.setdefault(row["label"], {})[row["changes"]] = " / ".join(
+                    f"{100 * float(row[name]):.1f}" for name in names
+                )
         cells = [[label, "; ".join(f"{text}: {value}" for text, value in runs.items())] for label, runs in found.items()]
         return markdown_table(["loss", f"settings and validation {' / '.join(names)}"], cells)
 
