@@ -108,8 +108,8 @@ WITH_PROXIES: dict[str, Any] = {
     "loss": "sup-ap", "proxy_loss": "anchor", "proxy_temperature": 1 / 16, "proxy_weight": 0.4, "loss_lr": 100.0, "lr": 2e-4,
 }  # fmt: skip
 PROXIES_NOTE = (
-    "The settings of the line 'SupAPLoss, proxy anchors' of `rankgrad study cars` (docs/evidence.md). On Cars196 it is ahead of "
-    "every rank loss alone and level with `--loss pml:ProxyAnchorLoss`."
+    "The settings of the line 'SupAPLoss, proxy anchors' of `rankgrad study cars` (docs/evidence.md). On Cars196 it is ahead "
+    "of every rank loss alone and level with `--loss pml:ProxyAnchorLoss`."
 )
 OWN_IMAGES = RetrievalRecipe(
     name="own-images",
