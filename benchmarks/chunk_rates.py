@@ -26,17 +26,19 @@ PER_CLASS = 4
 
 @dataclass(frozen=True)
 class ChunkCase:
-    """One row: a batch, how it is cut and how many chunks are kept."""
+    """One row: a batch, how it is cut, how many chunks are kept, and whether the network goes through `torch.compile`."""
 
     model: str
     size: int
     batch: int
     chunk: int = 0
     keep: str = "auto"
+    compiled: bool = False
 
     @property
     def cut(self) -> str:
-        return f"chunks of {self.chunk}, keep {self.keep}" if self.chunk else "whole"
+        cut = f"chunks of {self.chunk}, keep {self.keep}" if self.chunk else "whole"
+        return f"{cut}, compiled" if self.compiled else cut
 
 
 CASES = [
@@ -60,6 +62,7 @@ def rate(case: ChunkCase, device: torch.device, *, steps: int, warm_up: int) -> 
         precision="bf16" if device.type == "cuda" else "float32",
         chunk_size=case.chunk,
         keep=0 if case.keep == "none" else "auto",
+        compile=case.compiled,
     )
     said: list[str] = []
     step = TrainStep(

@@ -13,9 +13,11 @@
     metric-learning   the loop of a user of pytorch-metric-learning: ImageFolder, torchvision's transforms, DataLoader with a
                   worker per core, Multi-Similarity loss, the same network, autocast
 
-Random weights, bf16, frozen batch normalisation. Steps are timed in a row, as they follow each other in training. `of_bare` is
-the share of the bare loop with as many images in a pass of the network. Without --data, images of smoothed noise, 500 x 375
-pixels, are written first. Needs a GPU for figures that mean something; `--device cpu --smallest` shows that it works.
+Random weights, bf16, frozen batch normalisation. cuDNN chooses its algorithms without a search
+(`torch.backends.cudnn.benchmark`), which may end otherwise in another run and give other last bits. Steps are timed in a row,
+as they follow each other in training. `of_bare` is the share of the bare loop with as many images in a pass of the network.
+Without --data, images of smoothed noise, 500 x 375 pixels, are written first. Needs a GPU for figures that mean something;
+`--device cpu --smallest` shows that it works.
 """
 
 import argparse
@@ -76,8 +78,13 @@ def all_cases(
     models: Sequence[tuple[str, int]] = MODELS,
     whole: Sequence[int] = WHOLE,
     in_chunks: Sequence[tuple[int, int]] = IN_CHUNKS,
+    *,
+    compiled: bool = False,
 ) -> list[RateCase]:
-    """All rows, limits first and then what matters most."""
+    """All rows, limits first and then what matters most; `compiled` are rows of the largest whole batch only."""
+    if compiled:
+        largest = [(model, size, whole[-1], 0, "auto", True) for model, size in models]
+        return [RateCase(*case, stage) for case in largest for stage in ("bare", "step")]
     cuts = [(batch, 0, "auto") for batch in whole]
     repeated, kept = ([(*cut, keep) for cut in in_chunks] for keep in ("none", "auto"))
     passes = sorted({*whole, *(chunk for _, chunk in in_chunks)})
@@ -86,7 +93,9 @@ def all_cases(
         ("step", cuts), ("train", cuts), ("step", repeated), ("train", repeated), ("step", kept), ("metric-learning", cuts),
         ("train", kept),
     ]  # fmt: skip
-    return [RateCase(model, size, *cut, stage) for stage, all_cuts in groups for model, size in models for cut in all_cuts]
+    return [
+        RateCase(model, size, *cut, stage=stage) for stage, all_cuts in groups for model, size in models for cut in all_cuts
+    ]
 
 
 @dataclass(frozen=True)
@@ -164,6 +173,8 @@ def _bare(case: RateCase, machine: Machine) -> Found:
     optimizer = torch.optim.AdamW(model.parameters(), fused=on_gpu, capturable=on_gpu)
     images = torch.randint(0, 256, (case.batch, 3, case.size, case.size), dtype=torch.uint8, device=machine.device)
     images = images.contiguous(memory_format=torch.channels_last)
+    if case.compiled:
+        model.compile()
     # embeddings have length 1, so that a sum of their squares would have no gradient
     direction = torch.randn(model.dim, device=machine.device)
 
@@ -295,14 +306,14 @@ def write_images(folder: Path, classes: int, per_class: int, side: int) -> None:
 
 def rows_of(cases: Sequence[RateCase], machine: Machine) -> Iterator[dict[str, Any]]:
     """One row after the other, as it is measured; one that fails has a note."""
-    limits: dict[tuple[str, int], float] = {}
+    limits: dict[tuple[str, int, bool], float] = {}
     for case in cases:
         found, note = 0.0, ""
         try:
             found, note = measure(case, machine)
         except (RuntimeError, ImportError, OSError) as problem:
             note = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
-        key = (case.model, case.images_in_pass)
+        key = (case.model, case.images_in_pass, case.compiled)
         if case.stage == "bare":
             limits[key] = found
         yield {
@@ -321,10 +332,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="PATTERN", help="rows whose name this regular expression finds")
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each row [15]")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before these [3]")
+    parser.add_argument(
+        "--compiled", action="store_true", help="instead, bare loop and step with torch.compile, which takes minutes"
+    )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows to this file")
     parser.add_argument("--smallest", action="store_true", help="tiny images and batches, one step of each, to try the command")
     given = parser.parse_args(arguments)
-    cases = all_cases((("convnet", 32),), (8, 16), ((16, 8),)) if given.smallest else all_cases()
+    sizes: Any = ((("convnet", 32),), (8, 16), ((16, 8),)) if given.smallest else ()
+    cases = all_cases(*sizes, compiled=given.compiled)
     chosen = [case for case in cases if re.search(given.only, case.key)]
     if not chosen:
         parser.error(f"--only: no row matches {given.only!r}; there are: {'; '.join(case.key for case in cases)}")
