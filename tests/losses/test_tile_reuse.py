@@ -6,6 +6,8 @@ from losses.combinations import RANKERS
 
 import rankgrad
 from rankgrad.ops import sources
+from rankgrad.ops.autograd import PositiveScores
+from rankgrad.ops.labels import Labels
 
 each_ranker = pytest.mark.parametrize("ranker", RANKERS)
 
@@ -128,3 +130,44 @@ def test_products_get_no_subnormal_numbers(dtype, monkeypatch):
     assert all(((g == 0) | (g.abs() >= tiny)).all() for g in gradients)
     given = torch.tensor([0.0, 1e-300 if dtype == torch.float64 else 1e-38, -1e-3, 1e-20], dtype=dtype)
     assert cleaned(given).tolist() == [0.0, 0.0, *given[2:].tolist()]
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_slopes_are_not_subnormal_however_small_a_weight(mapped):
+    """A product of two small numbers may be, and is a hundred times as slow as others."""
+    ranker, limits = rankgrad.Sigmoid(0.01), torch.finfo(torch.float32)
+    thresholds = ranker.thresholds(_positives(torch.tensor([[-0.2, 0.9], [0.1, 0.5]])), 0)
+    tile = torch.linspace(-0.9, 0.9, 512).expand(2, -1).clone()
+    tile[:, 7] = -torch.inf
+    tile_map = ranker.tile_map([thresholds]) if mapped else None
+    weights = torch.tensor([[limits.eps**2, 1.0], [limits.eps**1.5, limits.eps]])
+    compared = tile.clone() if tile_map is None else tile_map(tile.clone())
+    gradient, d_thresholds = ranker.tile_backward(compared, thresholds, (weights, weights), 0)
+    assert ((gradient == 0) | (gradient.abs() >= limits.tiny)).all()
+    ahead = torch.sigmoid((tile.double() - thresholds.columns.double()[:, :, None]) / 0.01)
+    slopes = weights.double()[:, :, None] * ahead * (1 - ahead)
+    assert (gradient - slopes.sum(dim=0)).abs().max() < 1e-6
+    assert (d_thresholds.t() + slopes.sum(dim=2)).abs().max() < 1e-5
+    assert (ranker.count_tile(compared, thresholds, 0).t() - ahead.sum(dim=2)).abs().max() < 1e-3
+
+
+def _positives(scores):
+    count = torch.full((len(scores),), scores.shape[1])
+    return PositiveScores(scores, None, None, num_relevant=count, list_length=count + 600, rank_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("rank_self", [True, False])
+@pytest.mark.parametrize("in_batch", [True, False])
+def test_a_few_hidden_scores_are_those_that_a_mask_would_hide(in_batch, rank_self):
+    generator = torch.Generator().manual_seed(3)
+    labels, ref_labels = (torch.randint(0, 20, (80,), generator=generator) for _ in range(2))
+    relevance = Labels(labels, None if in_batch else ref_labels, rank_self=rank_self).build()
+    width, rows = int(relevance.num_relevant.max()), slice(10, 50)
+    whole, parts = torch.zeros(40, 80), torch.zeros(40, 80)
+    relevance.hide_(whole, rows, slice(0, 80), width)
+    assert width < 80 // 8
+    for first in range(0, 80, 16):
+        columns = slice(first, first + 16)
+        relevance.hide_(parts[:, columns], rows, columns, width)
+    assert torch.equal(whole, parts)
+    assert (whole == -torch.inf).sum() == relevance.num_relevant[rows].sum() + (40 if in_batch and not rank_self else 0)

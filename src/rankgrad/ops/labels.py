@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankgrad.ops.relevance import TileRelevance, block_extents, inverse_order, level_gains, moved_to
+from rankgrad.ops.relevance import TileRelevance, block_extents, hide_listed_, inverse_order, level_gains, moved_to
 
 
 @dataclass(frozen=True)
@@ -267,6 +267,10 @@ class IntervalRelevance:
 
     def hide_(self, tile: Tensor, rows: slice, columns: slice, width: int) -> None:
         """See `EngineRelevance`."""
+        if width < tile.shape[1] // 8:  # a few of many
+            itself = None if self.rank_self else self.self_column[rows]
+            hide_listed_(tile, columns, *self.positives(rows, width), itself)
+            return
         at = torch.arange(columns.start, columns.stop, device=tile.device)
         start, stop, self_column = (t[rows, None] for t in (self.start, self.stop, self.self_column))
         relevant = (at >= start) & (at < stop)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from rankgrad._checks import GAINS, as_tensor, check_choice, check_labels, shape_of
-from rankgrad.ops.relevance import TileRelevance, block_extents, inverse_order, moved_to
+from rankgrad.ops.relevance import TileRelevance, block_extents, hide_listed_, inverse_order, moved_to
 
 LabelSets = Tensor | NDArray[np.bool_] | Sequence[Iterable[Hashable]]
 
@@ -392,14 +392,8 @@ class PairRelevance:
 
     def hide_(self, tile: Tensor, rows: slice, columns: slice, width: int) -> None:
         """Set the relevant candidates of `rows`, at most `width`, and the queries themselves to -inf in a tile of scores."""
-        listed, valid = self.positives(rows, width)
-        if not self.rank_self:
-            itself = self.self_column[rows, None]
-            listed, valid = torch.cat((listed, itself), dim=1), torch.cat((valid, itself >= 0), dim=1)
-        here = valid & (listed >= columns.start) & (listed < columns.stop)
-        at = (listed - columns.start).clamp_(0, columns.stop - columns.start - 1)
-        infinite = torch.full_like(at, torch.inf, dtype=tile.dtype).masked_fill_(here, -torch.inf)
-        tile.scatter_reduce_(1, at, infinite, "amin")
+        itself = None if self.rank_self else self.self_column[rows]
+        hide_listed_(tile, columns, *self.positives(rows, width), itself)
 
     def ascending_columns(self) -> Tensor:
         """[E] the candidates of a query in ascending order."""

@@ -140,7 +140,7 @@ class Sigmoid(Ranker):
         return SigmoidThresholds(positives.scores.t().contiguous(), keep=positives.one_tile)
 
     def tile_map(self, thresholds: list[SigmoidThresholds]) -> TileMap | None:
-        """One exponential of a score and not one of each comparison: sigmoid(s - t) = 1 / (1 + e^t e^-s).
+        """One exponential of a score and not one of each comparison: with f = e^-t and x = e^-s a sigmoid is f / (f + x).
 
         Scores are taken from the middle of all thresholds. Where an exponential ends every sigmoid must be 0 or 1 to the last
         bit, so thresholds must not be too far apart: in float32 131 tau, which is 1.3 for tau = 0.01.
@@ -156,28 +156,41 @@ class Sigmoid(Ranker):
         if not 0 <= high - low <= 2 * room * self.tau:
             return None
         middle, scale = (low + high) / 2, 1 / self.tau
-        for of_block in thresholds:
-            padding = of_block.columns == torch.inf
-            of_block.exponentials = ((of_block.columns - middle) * scale).exp_().masked_fill_(padding, 1)
-        # a hidden score is -inf, its exponential inf, and its sigmoid 0
-        return lambda tile: tile.sub_(middle).mul_(-scale).clamp_(min=-end).exp_()
 
-    def _ahead(self, tile: Tensor, thresholds: Tensor, out: Tensor, *, mapped: bool = False) -> Tensor:
-        """Sigmoids of a tile less thresholds, from the exponentials of both if they are `mapped`."""
-        # what follows from a sigmoid in the backward pass must not be subnormal
-        least = torch.finfo(tile.dtype).tiny / torch.finfo(tile.dtype).eps
-        if mapped:
-            return torch.mul(tile, thresholds[..., None], out=out).add_(1).clamp_(max=1 / least).reciprocal_()
-        return torch.sub(tile, thresholds[..., None], out=out).mul_(1 / self.tau).clamp_(min=math.log(least)).sigmoid_()
+        def exponentials_(scores: Tensor) -> Tensor:  # of a hidden score, -inf, it is inf, and its sigmoid 0
+            return scores.sub_(middle).mul_(-scale).clamp_(min=-end).exp_()
+
+        for of_block in thresholds:
+            of_block.exponentials = exponentials_(of_block.columns.masked_fill(of_block.columns == torch.inf, middle))
+        return exponentials_
+
+    def _ahead(self, tile: Tensor, thresholds: SigmoidThresholds, out: Tensor) -> Iterator[Tensor]:
+        """Sigmoids of a tile less each threshold, one after another in the same memory."""
+        # products of a sigmoid with the weight of a threshold must not be subnormal, see `_without_negligible`
+        least = torch.finfo(tile.dtype).eps ** 2
+        if thresholds.exponentials is None:
+            for each in thresholds.columns:
+                yield torch.sub(tile, each[:, None], out=out).mul_(1 / self.tau).clamp_(min=math.log(least)).sigmoid_()
+        else:
+            for each in thresholds.exponentials[:, :, None]:
+                yield torch.div(each, torch.minimum(tile, each / least, out=out).add_(each), out=out)
 
     def count_tile(self, tile: Tensor, thresholds: SigmoidThresholds, key: int) -> Tensor:
         if thresholds.keep and thresholds.columns.shape[0] * tile.numel() <= KEPT_SIGMOIDS:
-            ahead = tile.new_empty(thresholds.columns.shape[0], *tile.shape)
-            thresholds.tile = self._ahead(tile, thresholds.columns, ahead)
+            least = torch.finfo(tile.dtype).eps ** 2
+            ahead = (tile - thresholds.columns[:, :, None]).mul_(1 / self.tau).clamp_(min=math.log(least)).sigmoid_()
+            thresholds.tile = ahead
             return ahead.sum(dim=2).t()
         scratch = torch.empty_like(tile)  # one for all: on a CPU fresh memory costs more than what is done with it
-        compared, mapped = thresholds.compared
-        return _columns([self._ahead(tile, each, scratch, mapped=mapped).sum(dim=1) for each in compared], tile)
+        if thresholds.exponentials is None:
+            return _columns([ahead.sum(dim=1) for ahead in self._ahead(tile, thresholds, scratch)], tile)
+        four = tile.new_tensor(4.0)
+        # what all terms of a sum share is taken out of it, but for so much that no term is subnormal
+        sums = [
+            torch.div(four, torch.add(tile, each[:, None], out=scratch), out=scratch).sum(dim=1)
+            for each in thresholds.exponentials
+        ]
+        return _columns(sums, tile).mul_(thresholds.exponentials.t() / four)
 
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: SigmoidThresholds) -> Ranks:
         # an item ahead of itself counts sigmoid(0) = 1/2
@@ -219,9 +232,7 @@ class Sigmoid(Ranker):
             return slope.sum(dim=0), slope.sum(dim=2).neg_().t()
         gradient, scratch = torch.zeros_like(tile), torch.empty_like(tile)
         d_thresholds = []
-        compared, mapped = thresholds.compared
-        for each, weight in zip(compared, rank_grad[0], strict=True):
-            ahead = self._ahead(tile, each, scratch, mapped=mapped)
+        for ahead, weight in zip(self._ahead(tile, thresholds, scratch), rank_grad[0], strict=True):
             slope = torch.ops.aten.sigmoid_backward.grad_input(weight[:, None].expand_as(tile), ahead, grad_input=scratch)
             gradient += slope
             d_thresholds.append(-slope.sum(dim=1))

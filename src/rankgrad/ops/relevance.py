@@ -53,6 +53,17 @@ def block_extents(num_relevant: Tensor, low: Tensor, high: Tensor, blocks: list[
     return [(int(table[0, c].max()), int(table[1, c].min()), int(table[2, c].max())) for c in blocks]
 
 
+def hide_listed_(tile: Tensor, columns: slice, listed: Tensor, valid: Tensor, itself: Tensor | None) -> None:
+    """Set to -inf in a tile of scores the `valid` ones of the candidates `listed` [B, P] and `itself` [B], unless it is -1."""
+    if itself is not None:
+        listed = torch.cat((listed, itself[:, None]), dim=1)
+        valid = torch.cat((valid, itself[:, None] >= 0), dim=1)
+    here = valid & (listed >= columns.start) & (listed < columns.stop)
+    at = (listed - columns.start).clamp_(0, columns.stop - columns.start - 1)
+    infinite = torch.full_like(at, torch.inf, dtype=tile.dtype).masked_fill_(here, -torch.inf)
+    tile.scatter_reduce_(1, at, infinite, "amin")
+
+
 def level_gains(query: Tensor, candidates: Tensor, table: Tensor) -> Tensor:
     """[Q, P] gains of candidates [Q or 1, P, L] by the levels that they share with the query [Q, L], coarse ones first."""
     shared = torch.zeros(len(query), candidates.shape[1], dtype=torch.long, device=query.device)

@@ -29,8 +29,8 @@ EXACT_FLOAT32 = 2**24
 # Most columns of a tile of given scores.
 WIDEST_TILE = 2**22
 
-# Bytes of tiles that stay in memory for the backward pass: 32 MiB are all scores of 3,800 items in float32.
-KEPT_BYTES = 2**25
+# Bytes of tiles that stay in memory for the backward pass: 40 MiB are all scores of 4,096 items in float32.
+KEPT_BYTES = 40 * 2**20
 
 
 def tile_side(device: torch.device) -> int:
@@ -52,12 +52,6 @@ def without_subnormal(gradient: Tensor) -> Tensor:
 def split(stop: int, size: int, start: int = 0) -> list[slice]:
     """start..stop in slices of `size`, the last one shorter."""
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
-
-
-def _within(columns: Tensor, valid: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Which valid columns lie in a column block, and the offset of every column there, clamped to the block."""
-    here = valid & (columns >= block.start) & (columns < block.stop)
-    return here, (columns - block.start).clamp(0, block.stop - block.start - 1)
 
 
 @dataclass(frozen=True)
@@ -149,6 +143,10 @@ class TileRows(Protocol):
 
     def add_grad(self, rows: slice, gradient: Tensor) -> None: ...
 
+    def add_product_grad(self, rows: slice, left: Tensor, right: Tensor) -> None:
+        """`add_grad` of left @ right."""
+        ...
+
     def base_grad(self) -> Tensor:
         """The accumulated gradient, in the caller's order."""
         ...
@@ -159,7 +157,7 @@ class DenseRows:
 
     def __init__(self, base: Tensor, order: Tensor) -> None:
         self.order = order
-        self.values = base[order]
+        self.values = base.index_select(0, order)
 
     def read(self, rows: slice) -> Tensor:
         return self.values[rows]
@@ -169,6 +167,9 @@ class DenseRows:
 
     def add_grad(self, rows: slice, gradient: Tensor) -> None:
         self.gradient[rows] += gradient
+
+    def add_product_grad(self, rows: slice, left: Tensor, right: Tensor) -> None:
+        self.gradient[rows].addmm_(left, right)
 
     def base_grad(self) -> Tensor:
         return torch.empty_like(self.gradient).index_copy_(0, self.order, self.gradient)
@@ -193,6 +194,9 @@ class MixedRows:
         self.gradient.index_put_((self.first[rows],), gradient * self.alpha[rows], accumulate=True)
         self.gradient.index_put_((self.second[rows],), gradient * (1 - self.alpha[rows]), accumulate=True)
 
+    def add_product_grad(self, rows: slice, left: Tensor, right: Tensor) -> None:
+        self.add_grad(rows, left @ right)
+
     def base_grad(self) -> Tensor:
         return self.gradient
 
@@ -203,6 +207,13 @@ class PositiveBlock:
 
     rows: slice
     columns: slice
+    holds_all: bool  # all positives of these queries
+
+    def offsets(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where each of some candidates is in the interval, clamped to it, and which are inside; None where all are."""
+        offset, width = columns - self.columns.start, self.columns.stop - self.columns.start
+        inside = None if self.holds_all else (offset >= 0) & (offset < width)
+        return offset.clamp_(0, width - 1), inside
 
 
 @dataclass(frozen=True)
@@ -222,8 +233,9 @@ class TileLayout:
         column_blocks = split(len(relevance.candidate_order), side)
         if isinstance(relevance, PairRelevance):  # positives may be anywhere: whole tiles, like those that are counted
             extents_of_pairs = relevance.extents(row_blocks)
+            whole = len(column_blocks) == 1
             tiles = [
-                [PositiveBlock(rows, columns) for columns in column_blocks if columns.stop > first and columns.start < last]
+                [PositiveBlock(rows, each, whole) for each in column_blocks if each.stop > first and each.start < last]
                 for rows, (_, first, last) in zip(row_blocks, extents_of_pairs, strict=True)
             ]
             return cls(relevance.to(device), row_blocks, column_blocks, extents_of_pairs, tiles)
@@ -232,7 +244,8 @@ class TileLayout:
         extents = iter(relevance.extents([*row_blocks, *(rows for of_block in fine for rows in of_block)]))
         coarse = [next(extents) for _ in row_blocks]
         positive_blocks = [
-            [PositiveBlock(rows, columns) for rows, (width, first, last) in zip(of_block, extents, strict=False) if width
+            [PositiveBlock(rows, columns, columns == slice(first, last))
+             for rows, (width, first, last) in zip(of_block, extents, strict=False) if width
              for columns in split(last, side, first)]
             for of_block in fine
         ]  # fmt: skip
@@ -257,8 +270,10 @@ class EmbeddingScores(TiledSource):
         for part in self.layout.positive_blocks[block]:
             local = slice(part.rows.start - rows.start, part.rows.stop - rows.start)
             tile = queries[local] @ self.candidates.read(part.columns).t()
-            here, at = _within(columns[local], valid[local], part.columns)
-            scores[local] = torch.where(here, tile.gather(1, at), scores[local])
+            offsets, inside = part.offsets(columns[local])
+            found = tile.gather(1, offsets)
+            scores[local] = found if inside is None else torch.where(inside, found, scores[local])
+        scores.masked_fill_(~valid, torch.inf)
         num_candidates, gains = len(self.relevance.candidate_order), self.relevance.gains(rows, columns.shape[1])
         return PositiveScores(
             scores=scores,
@@ -304,10 +319,10 @@ class EmbeddingScores(TiledSource):
     def _add_grad(self, pair: TilePair, gradients: list[Tensor]) -> None:
         gradient = without_subnormal(gradients[0] if len(gradients) == 1 else gradients[0].add_(gradients[1].t()))
         if self.symmetric and pair.rows == pair.columns:  # both sums are of the same rows
-            self.queries.add_grad(pair.rows, (gradient + gradient.t()) @ pair.candidates)
+            self.queries.add_product_grad(pair.rows, gradient + gradient.t(), pair.candidates)
             return
-        self.queries.add_grad(pair.rows, gradient @ pair.candidates)
-        self.candidates.add_grad(pair.columns, gradient.t() @ pair.queries)
+        self.queries.add_product_grad(pair.rows, gradient, pair.candidates)
+        self.candidates.add_product_grad(pair.columns, gradient.t(), pair.queries)
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
         self.add_positive_grads(d_positives)
@@ -329,12 +344,12 @@ class EmbeddingScores(TiledSource):
     def _add_blocks(self, d_positives: list[Tensor]) -> None:
         for block, (rows, d_scores) in enumerate(zip(self.layout.row_blocks, d_positives, strict=True)):
             columns, valid = self.relevance.positives(rows, self.layout.extents[block][0])
-            queries = self.queries.read(rows)
+            queries, values = self.queries.read(rows), d_scores.masked_fill(~valid, 0)
             for part in self.layout.positive_blocks[block]:
                 local = slice(part.rows.start - rows.start, part.rows.stop - rows.start)
-                here, at = _within(columns[local], valid[local], part.columns)
-                gradient = d_scores.new_zeros(len(here), part.columns.stop - part.columns.start)
-                gradient.scatter_add_(1, at, torch.where(here, d_scores[local], 0))
+                offsets, inside = part.offsets(columns[local])
+                gradient = values.new_zeros(len(offsets), part.columns.stop - part.columns.start)
+                gradient.scatter_add_(1, offsets, values[local] if inside is None else values[local].masked_fill(~inside, 0))
                 candidates = self.candidates.read(part.columns)
                 self._add_grad(TilePair([], part.rows, part.columns, queries[local], candidates), [gradient])
 

@@ -274,11 +274,6 @@ class SigmoidThresholds:
 
     columns: Tensor  # [P, B]: a threshold is contiguous over queries in both roles of a tile
     keep: bool = False
-    exponentials: Tensor | None = None  # [P, B] of the thresholds, where tiles hold those of the scores
+    exponentials: Tensor | None = None  # [P, B] e^-threshold, where tiles hold e^-score
     tile: Tensor | None = None  # [P, B, Z] comparisons with the tile
     among: Tensor | None = None  # [B, P, P] of the positives with each other
-
-    @property
-    def compared(self) -> tuple[Tensor, bool]:
-        """[P, B] what tiles are compared with, and whether these are exponentials."""
-        return (self.columns, False) if self.exponentials is None else (self.exponentials, True)
