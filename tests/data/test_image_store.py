@@ -1,5 +1,7 @@
 """Crops of decoded images: against torchvision, on any device, from any buffer."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -132,22 +134,32 @@ def test_the_kernel_shows_what_the_matrices_do(monkeypatch):
     index, boxes, flip = (torch.cat(parts) for parts in ((index, OVER[0]), (boxes, OVER[1]), (flip, OVER[2])))
     for size in (13, 34):  # part of a tile, and several
         by_matrices = store.crops(index, boxes, flip, size)
-        with monkeypatch.context() as patch:
-            patch.setattr(image_store, "_has_kernel", lambda device: True)
-            by_kernel = store.crops(index, boxes, flip, size)
-            rounded = store.crops(index, boxes, flip, size, dtype=torch.uint8)
+        with by_kernel(monkeypatch):
+            shown = store.to(KERNEL_DEVICE).crops(index, boxes, flip, size).cpu()
+            rounded = store.to(KERNEL_DEVICE).crops(index, boxes, flip, size, dtype=torch.uint8).cpu()
         # where a centre lies is known to a few units in the last place of some hundred pixels
-        torch.testing.assert_close(by_kernel, by_matrices, atol=2e-3, rtol=0)
+        torch.testing.assert_close(shown, by_matrices, atol=2e-3, rtol=0)
         assert rounded.dtype == torch.uint8
-        assert torch.equal(rounded, by_kernel.round().to(torch.uint8))
+        assert torch.equal(rounded, shown.round().to(torch.uint8))
 
 
 def test_the_kernel_copies_a_box_of_the_size(monkeypatch):
     store, index, _, flip = cases(6)
     boxes = torch.tensor([[2.0, 1, 16, 16]]).repeat(6, 1)
     expected = store.crops(index, boxes, flip, 16)
-    monkeypatch.setattr(image_store, "_has_kernel", lambda device: True)
-    assert torch.equal(store.crops(index, boxes, flip, 16), expected)
+    with by_kernel(monkeypatch):
+        assert torch.equal(store.to(KERNEL_DEVICE).crops(index, boxes, flip, 16).cpu(), expected)
+
+
+# compiled where there is a GPU, else in Triton's interpreter
+KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextlib.contextmanager
+def by_kernel(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(image_store, "_has_kernel", lambda device: True)
+        yield
 
 
 # boxes between pixels, and such that reach over an edge or lie beyond it
