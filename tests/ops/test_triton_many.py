@@ -45,6 +45,14 @@ def test_a_ragged_batch_is_as_good_as_in_float32(ranker):
     assert_as_good_as_float32(ranker, *batch([1, 1, 2, 9, 14]))
 
 
+@pytest.mark.parametrize("num_candidates", [2**20, 2**23 - 1], ids=str)
+def test_sums_that_have_room_for_millions_of_candidates_are_as_good_as_in_float32(monkeypatch, num_candidates):
+    """The fixed point of the sums depends on how many candidates a cell may hold, not on those that are there."""
+    real = grids.QueryGrids.count
+    monkeypatch.setattr(grids.QueryGrids, "count", lambda self, _, *rest: real(self, num_candidates, *rest))
+    assert_as_good_as_float32(rg.Sigmoid(0.05), *batch([1, 1, 2, 9, 14]))
+
+
 @pytest.mark.parametrize("ranker", RANKERS, ids=str)
 def test_groups_and_chunks_of_queries(monkeypatch, ranker):
     monkeypatch.setattr(relevance, "ONE_GROUP", 0)

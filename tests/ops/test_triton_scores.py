@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 fused = pytest.importorskip("rankgrad.ops.triton.scores")
 kernels = pytest.importorskip("rankgrad.ops.triton.score_kernels")
 lowerings = pytest.importorskip("rankgrad.ops.triton.lowerings")
+bucket_tables = pytest.importorskip("rankgrad.ops.triton.bucket_tables")
 
 # numpy, on which the interpreter runs, remarks on what is infinity on a GPU
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -87,6 +88,13 @@ def test_one_list(kind, n, share):
         assert kernels[1].count_nonzero() > 0
 
 
+@pytest.mark.parametrize("kind", ["normal", "grid", "one value", "heavy", "infinite"])
+def test_a_table_of_several_blocks(monkeypatch, kind):
+    monkeypatch.setattr(bucket_tables, "BLOCK", 64)
+    scores, relevance = batch(2, 2500, 0.1, kind, seed=7)
+    assert_same(*both_ways(rankgrad.Blackbox(0.7), scores, relevance))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_ragged_lists_with_gaps(dtype):
     """Rows with 0 to many relevant items, some candidates not ranked, scores strided in either dimension."""
@@ -137,15 +145,18 @@ def test_columns_without_waiting_for_their_number(rows):
     grades = relevance * 2.0
     lists = fused.CountedMask.of(grades)
     exact = MaskRelevance.build(grades, None)
-    found = lists.padded(160)
+    found, listed = lists.listed(scores, 160)
     for row in range(rows):
         begin, count = int(exact.first[row]) if rows > 1 else 0, int(relevance[row].sum())
         assert torch.equal(found.column[row * 160 :][:count], exact.column[begin:][:count])
+        assert torch.equal(listed.scores[row, :count], scores[row, relevance[row]])
+        assert (listed.scores[row, count:] == torch.inf).all()
+        assert torch.equal(listed.valid[row], torch.arange(160, device=DEVICE) < count)
     unit = torch.ones((), device=DEVICE)
     results = []
     ops = lowerings.lowering_of(rankgrad.Blackbox(3.0), given_scores=True)
-    for relevance_lists in (found, exact):
-        source = partial(fused.FusedGivenScores, relevance=relevance_lists)
+    padded = partial(fused.FusedGivenScores, relevance=found, listed=listed)
+    for source in (padded, partial(fused.FusedGivenScores, relevance=exact)):
         x = scores.clone().requires_grad_()
         losses = rank_losses(RankCall(source, ops, rankgrad.AveragePrecision(), unit), x)
         results.append((losses.detach(), torch.autograd.grad(losses.sum(), x)[0]))
@@ -154,9 +165,10 @@ def test_columns_without_waiting_for_their_number(rows):
 
 def test_too_narrow_a_padding_harms_nothing_else():
     """It is noticed only after the kernels have run; the result is then thrown away."""
-    _, relevance = batch(3, 2500, 0.04)
-    found = fused.CountedMask.of(relevance).padded(8)
+    scores, relevance = batch(3, 2500, 0.04)
+    found, listed = fused.CountedMask.of(relevance).listed(scores, 8)
     assert torch.equal(found.column.view(3, 8), torch.stack([row.nonzero()[:8, 0] for row in relevance]))
+    assert torch.equal(listed.scores, torch.stack([row[marked][:8] for row, marked in zip(scores, relevance, strict=True)]))
     assert torch.equal(found.num_relevant, relevance.sum(dim=1))
 
 

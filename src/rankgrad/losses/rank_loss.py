@@ -244,8 +244,8 @@ class RankLoss(CompilableLoss):
             scores, relevance = scores[at], relevance[at]
             candidates = valid if candidates is None else valid & candidates[at]
         elif scores.ndim == 1:
-            scores, relevance = scores[None], relevance[None]
-            candidates = None if candidates is None else candidates[None]
+            scores, relevance = scores.unsqueeze(0), relevance.unsqueeze(0)
+            candidates = None if candidates is None else candidates.unsqueeze(0)
         scale = self.temperature.score_scale(self.ranker)
         scores = scores if scale is None else scores * scale
         mask = Mask(relevance, candidates)

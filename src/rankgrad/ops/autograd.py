@@ -148,7 +148,7 @@ class RankOps(Protocol):
         """What tiles are compared with. `key` is the same in forward and backward of a row block."""
         ...
 
-    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Any) -> Ranks:
+    def ranks(self, counts: Any, positives: PositiveScores, thresholds: Any) -> Ranks:
         """What the counts of all tiles mean."""
         ...
 
@@ -162,8 +162,8 @@ class RankOps(Protocol):
 
     def positive_backward(
         self,
-        d_thresholds: Tensor | None,
-        counts: Tensor,
+        d_thresholds: Any,
+        counts: Any,
         rank_grad: Any,
         positives: PositiveScores,
         thresholds: Any,
@@ -187,11 +187,11 @@ class ScoreSource(Protocol):
         """Scores of the positives of a row block."""
         ...
 
-    def count(self, ops: Any, thresholds: list[Any], seed: int, *, keep: bool) -> list[Tensor]:
-        """Irrelevant candidates ahead of each threshold, over all tiles. `keep`: a backward pass will follow."""
+    def count(self, ops: Any, thresholds: list[Any], seed: int, *, keep: bool) -> list[Any]:
+        """Irrelevant candidates ahead of each threshold, as `ranks` takes them. `keep`: a backward pass will follow."""
         ...
 
-    def backward(self, ops: Any, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
+    def backward(self, ops: Any, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
         """Sum over tiles of what they add to the thresholds' gradient; the gradient of the scores stays with the source."""
         ...
 
@@ -288,7 +288,7 @@ class ForwardState:
     source: ScoreSource
     positives: list[PositiveScores]
     thresholds: list[Any]
-    counts: list[Tensor]
+    counts: list[Any]
     d_ranks: list[tuple[Tensor, ...]]
     d_scores: list[Tensor]  # of the positives, where the objective is `graded`
 

@@ -2,7 +2,7 @@
 
 A capture holds static copies of the inputs and three graphs: raw inputs -> built relevance, embeddings or scores -> loss,
 incoming gradient -> gradient. The gradient of a scalar loss is only scaled by what arrives, so it is computed ahead of the
-backward pass: while the GPU runs one graph, the host starts the next. A capture is leased to one call until that call's
+backward pass, in the same graph as the loss: the host starts both at once. A capture is leased to one call until that call's
 autograd graph is freed, so several calls may be pending at once.
 """
 
@@ -71,6 +71,7 @@ class Capture:
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         self.leaf = leaf.detach().clone().requires_grad_()
         self.most = torch.zeros(len(widths), dtype=torch.long, pin_memory=True)  # positives of a query in the last call
+        self.known = torch.cuda.Event()  # they have arrived
         pool = torch.cuda.graph_pool_handle()
         self.build_graph, self.loss_graph, self.grad_graph = (torch.cuda.CUDAGraph() for _ in range(3))
         with torch.cuda.graph(self.build_graph, pool=pool, capture_error_mode="thread_local"):
@@ -78,24 +79,23 @@ class Capture:
             self.most.copy_(most, non_blocking=True)
         with torch.cuda.graph(self.loss_graph, pool=pool, capture_error_mode="thread_local"), torch.enable_grad():
             out, *self.others = program.loss(self.leaf, built, widths)
+            if not out.ndim:
+                (self.d_leaf,) = torch.autograd.grad(out, self.leaf, retain_graph=True)
         self.out = out.detach()
-        self.grad_out = torch.ones_like(self.out)
-        with torch.cuda.graph(self.grad_graph, pool=pool, capture_error_mode="thread_local"):
-            incoming = self.grad_out if out.ndim else None
-            (self.d_leaf,) = torch.autograd.grad(out, self.leaf, incoming, retain_graph=True)
+        if out.ndim:
+            self.grad_out = torch.ones_like(self.out)
+            with torch.cuda.graph(self.grad_graph, pool=pool, capture_error_mode="thread_local"):
+                (self.d_leaf,) = torch.autograd.grad(out, self.leaf, self.grad_out, retain_graph=True)
         self.held = built, out  # the graphs read and write their memory
 
     def replay(self, leaf: Tensor, inputs: Inputs) -> list[int]:
         """Run a call and return its most positives of a query while the GPU is still working."""
         _copy(self.inputs, inputs)
         self.build_graph.replay()
-        known = torch.cuda.Event()
-        known.record()
+        self.known.record()
         self.leaf.detach().copy_(leaf)
         self.loss_graph.replay()
-        if not self.out.ndim:
-            self.grad_graph.replay()
-        known.synchronize()
+        self.known.synchronize()
         most: list[int] = self.most.tolist()
         return most
 
@@ -110,6 +110,9 @@ class Capture:
 
 def _copy(static: Inputs, inputs: Inputs) -> None:
     """All tensors of one dtype in one launch."""
+    if len(static) == 1:  # of which a plain copy is the fastest
+        static[0].copy_(inputs[0], non_blocking=True)
+        return
     for dtype in {tensor.dtype for tensor in static}:
         torch._foreach_copy_(
             [t for t in static if t.dtype == dtype], [t for t in inputs if t.dtype == dtype], non_blocking=True
@@ -161,22 +164,31 @@ class GraphCache:
 
     def run(self, key: Hashable, leaf: Tensor, inputs: Inputs, program: GraphProgram) -> tuple[Tensor, ...] | None:
         """What `program.loss` returns, or None where the call must run as usual. Copy further outputs at once."""
-        key = (key, *((tensor.shape, tensor.dtype, tensor.device) for tensor in (leaf, *inputs)))
-        if key in self.refused:
+        outputs = self.replay(key, leaf, inputs)
+        if outputs is not None:
+            return outputs
+        shaped = _shaped(key, leaf, inputs)
+        if shaped in self.refused:
             return None
-        if key not in self.free:
-            self.free[key] = []
+        if shaped not in self.free:
+            self.free[shaped] = []
             return None
-        free = self.free[key]
-        capture = free.pop() if free else None
-        if capture is None or _exceeds(capture.replay(leaf, inputs), capture.widths):  # all in use, or classes grew
-            capture = self._capture(leaf, inputs, program)
-            if capture is None:
-                self.refused.add(key)
-                return None
-            capture.replay(leaf, inputs)
-        others = capture.others
-        return _Replay.apply(leaf, Lease(capture, free)), *others
+        capture = self._capture(leaf, inputs, program)  # all are in use, or classes grew
+        if capture is None:
+            self.refused.add(shaped)
+            return None
+        capture.replay(leaf, inputs)
+        return _Replay.apply(leaf, Lease(capture, self.free[shaped])), *capture.others
+
+    def replay(self, key: Hashable, leaf: Tensor, inputs: Inputs) -> tuple[Tensor, ...] | None:
+        """The same by a capture that there is already; None where there is none for these shapes and classes."""
+        free = self.free.get(_shaped(key, leaf, inputs))
+        if not free:
+            return None
+        capture = free.pop()
+        if _exceeds(capture.replay(leaf, inputs), capture.widths):
+            return None
+        return _Replay.apply(leaf, Lease(capture, free)), *capture.others
 
     @staticmethod
     def _capture(leaf: Tensor, inputs: Inputs, program: GraphProgram) -> Capture | None:
@@ -189,6 +201,10 @@ class GraphCache:
         except RuntimeError:  # an objective that synchronises cannot be captured
             forget_failed_capture(leaf.device)
             return None
+
+
+def _shaped(key: Hashable, leaf: Tensor, inputs: Inputs) -> Hashable:
+    return (key, *((tensor.shape, tensor.dtype, tensor.device) for tensor in (leaf, *inputs)))
 
 
 def _exceeds(most: Widths, widths: Widths) -> bool:

@@ -20,7 +20,7 @@ from rankgrad.ops.backends import lowering_for, resolve, resolve_precision
 from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
 from rankgrad.ops.embedding_inputs import EmbeddingInputs, Mixture, prepared, scaled
 from rankgrad.ops.labels import Labels
-from rankgrad.ops.loss_config import LossConfig, LossOutput, Queries, is_wide
+from rankgrad.ops.loss_config import LossConfig, LossOutput, Queries, Shares, is_wide
 from rankgrad.ops.masks import Mask, MaskRelevance
 from rankgrad.ops.rankers import Exact
 from rankgrad.ops.relevance import EngineRelevance, RelevanceInput
@@ -35,10 +35,12 @@ from rankgrad.ops.sources import (
     TwoWayScores,
     is_one_tile,
 )
+from rankgrad.ops.thresholds import DescendingCounts
 
 if TYPE_CHECKING:
     from rankgrad.ops.triton.embeddings import EmbeddingSource
     from rankgrad.ops.triton.lowerings import Lowering
+    from rankgrad.ops.triton.scores import ListedPositives
 
 
 def embedding_losses(
@@ -145,9 +147,8 @@ def two_way_losses(
     layouts = [TileLayout.of(way, rows.device) for way in ways]
     used, shares = [], []
     for way in ways:
-        queries = Queries(way.num_relevant)
-        used.append(config.reduction.used_queries(queries.num_relevant, caller))
-        share = config.reduction.query_weights(queries, used[-1], (rows, others))
+        of_way, share = config.reduction.shares(Queries(way.num_relevant), rows, caller).nan_if_any((rows, others))
+        used.append(of_way)
         shares.append(share.expand(len(way.query_order)))
 
     def open_source(a: Tensor, b: Tensor) -> ScoreSource:
@@ -173,14 +174,15 @@ def score_losses(
     caller: str,
 ) -> LossOutput:
     """Loss of ready scores [Q, n], one list per row."""
-    lists = (scores.shape[0], scores.shape[1])
-    capturable = relevance.candidates is None and weights is None
-    program = score_program(scores, lists, config, caller=caller) if capturable else None
-    if program is not None:
-        outputs = None if graphs is None else graphs.run(config, scores, (relevance.relevance,), program)
-        if outputs is None:
-            return LossOutput(*program.run(scores, (relevance.relevance,)))
-        return LossOutput(outputs[0], *(output.clone() for output in outputs[1:]))
+    lists, inputs = (scores.shape[0], scores.shape[1]), (relevance.relevance,)
+    if relevance.candidates is None and weights is None and _may_capture(scores, config):
+        outputs = None if graphs is None else graphs.replay(config, scores, inputs)
+        if outputs is None and (program := score_program(scores, lists, config, caller=caller)) is not None:
+            outputs = None if graphs is None else graphs.run(config, scores, inputs, program)
+            if outputs is None:
+                return LossOutput(*program.run(scores, inputs))
+        if outputs is not None:
+            return LossOutput(outputs[0], *(output.clone() for output in outputs[1:]))
     backend = resolve(config.compute.backend, scores, config.ranker, caller=caller, given=lists)
     return _of_scores(scores, relevance, config, backend, weights, None, caller)
 
@@ -201,12 +203,15 @@ def score_program(like: Tensor, lists: tuple[int, int], config: LossConfig, *, c
         return None
     ops = lowering_for(config.ranker, given_scores=True)
 
-    def build(relevance: Tensor) -> tuple[CountedMask, Tensor]:
+    def build(relevance: Tensor) -> tuple[tuple[CountedMask, Queries, Shares], Tensor]:
         counted = CountedMask.of(relevance)
-        return counted, counted.num_relevant.amax()[None]
+        in_mean = Queries(counted.num_relevant)
+        return (counted, in_mean, config.reduction.shares(in_mean, like, caller)), counted.most[None]
 
-    def loss(leaf: Tensor, counted: CountedMask, widths: Sequence[int]) -> LossOutput:
-        return _run_fused_scores(leaf, counted.padded(widths[0]), ops, config, Queries(counted.num_relevant), leaf, caller)
+    def loss(leaf: Tensor, built: tuple[CountedMask, Queries, Shares], widths: Sequence[int]) -> LossOutput:
+        counted, in_mean, shares = built
+        relevance, listed = counted.listed(leaf.detach(), widths[0])
+        return _run_fused_scores(leaf, relevance, ops, config, in_mean, leaf, caller, listed=listed, shares=shares)
 
     return GraphProgram(lists[:1], build, loss)
 
@@ -221,7 +226,7 @@ def exact_counts(
     counts = source.count(ops, [ops.thresholds(items, 0) for items in positives], 0, keep=False)
     for rows, items, count in zip(source.row_blocks, positives, counts, strict=True):
         assert items.valid is not None, "the kernels pad"
-        yield built.query_order[rows], count, items.valid
+        yield built.query_order[rows], count.unsorted() if isinstance(count, DescendingCounts) else count, items.valid
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:
@@ -247,14 +252,14 @@ def _run(
     caller: str,
     *,
     ranked: Tensor | None = None,
+    shares: Shares | None = None,
 ) -> LossOutput:
     """The loss by the autograd function; `ranked` are the scores that must not be NaN where `tensors` hold others too."""
-    used = None if queries.none_empty else config.reduction.used_queries(queries.num_relevant, caller)
-    weights = config.reduction.query_weights(queries, used, tensors if ranked is None else (ranked,))
+    shares = config.reduction.shares(queries, tensors[0], caller) if shares is None else shares
+    used, weights = shares.nan_if_any(tensors if ranked is None else (ranked,))
     own = weights[queries.shard] if weights.ndim and queries.shard is not None else weights
     seed = int(torch.randint(2**40, ())) if config.ranker.draws else 0
     loss = rank_losses(RankCall(open_source, ops, config.objective, own, config.reduction.kind == "mean", seed), *tensors)
-    used = torch.full((), queries.num_relevant.shape[0], device=loss.device) if used is None else used
     return LossOutput(loss, used, weights)
 
 
@@ -272,8 +277,7 @@ def _of_scores(
     everyone = everyone or Queries(built.num_relevant, weights)
     ranked = scores if relevance.candidates is None else scores.detach().masked_fill(~relevance.candidates, 0)
     if backend == "reference":
-        used = config.reduction.used_queries(everyone.num_relevant, caller)
-        query_weights = config.reduction.query_weights(everyone, used, (ranked,))
+        used, query_weights = config.reduction.shares(everyone, ranked, caller).nan_if_any((ranked,))
         own = query_weights[everyone.shard] if query_weights.ndim and everyone.shard is not None else query_weights
         losses = reference.reference_losses(
             scores.double(), relevance.relevance, relevance.candidates, config.ranker, config.objective, own
@@ -293,14 +297,17 @@ def _run_fused_scores(
     everyone: Queries,
     ranked: Tensor,
     caller: str,
+    *,
+    listed: "ListedPositives | None" = None,
+    shares: Shares | None = None,
 ) -> LossOutput:
     from rankgrad.ops.triton.scores import FusedGivenScores
 
-    source = partial(FusedGivenScores, relevance=relevance)
+    source = partial(FusedGivenScores, relevance=relevance, listed=listed)
     shape = scores.dtype, relevance.candidates is None, relevance.single, (relevance.width or 0).bit_length()
     return _run_compiled(
         frozenset({(ops.kind, *shape, _wants_gradient(scores))}),
-        lambda config: _run(source, ops, config, everyone, (scores,), caller, ranked=ranked),
+        lambda config: _run(source, ops, config, everyone, (scores,), caller, ranked=ranked, shares=shares),
         config,
         scores.device,
     )
@@ -369,19 +376,20 @@ def _replayed(
         return None
     ops = lowering_for(config.ranker, given_scores=False)
 
-    def build(*tensors: Tensor) -> tuple[tuple[EngineRelevance, Queries], Tensor]:
+    def build(*tensors: Tensor) -> tuple[tuple[EngineRelevance, Queries, Shares], Tensor]:
         of_queries = None if weights is None else tensors[-1]
         built = relevance.with_tensors(*tensors).build()
         in_mean = Queries(built.num_relevant if weights is None else built.num_relevant_in_order(), of_queries)
         mean = (built.num_relevant.sum() + len(embeddings) - 1) // len(embeddings)
-        return (built, in_mean), torch.stack((built.num_relevant.amax(), mean))
+        shares = config.reduction.shares(in_mean, embeddings, caller="")
+        return (built, in_mean, shares), torch.stack((built.num_relevant.amax(), mean))
 
-    def loss(leaf: Tensor, relevance_and_queries: tuple[EngineRelevance, Queries], widths: Sequence[int]) -> LossOutput:
-        built, in_mean = relevance_and_queries
+    def loss(leaf: Tensor, made: tuple[EngineRelevance, Queries, Shares], widths: Sequence[int]) -> LossOutput:
+        built, in_mean, shares = made
         normalized = config.compute.normalize
         source = _fused_source(built, leaf.device, precision, normalized=normalized, ops=ops, widths=widths)
         rows = prepared(leaf, config.compute, "triton")
-        return _run(source, ops, config, in_mean, (rows,), caller="")
+        return _run(source, ops, config, in_mean, (rows,), caller="", shares=shares)
 
     key = (config, precision, relevance.settings, weights is None)
     program = GraphProgram((len(embeddings),) * 2, build, loss)

@@ -42,31 +42,46 @@ class Reduction:
             )
         return used
 
-    def query_weights(self, queries: "Queries", used: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor:
-        """[] or [Q] weight of a query in the mean: its own over the sum of those that count, 1 / used where none are given.
+    def shares(self, queries: "Queries", like: Tensor, caller: str) -> "Shares":
+        """How many of the queries count, and the weight of each in the mean; `like` has the dtype and device of the loss.
 
-        They are the same whatever `kind` is, so that (losses * query_weights).sum() is the mean. NaN where `tensors` hold NaN,
-        which makes the loss NaN too. `used` None: every query has a relevant candidate.
+        A query weighs its own weight over the sum of those that count, 1 / used where none are given. That is the same whatever
+        `kind` is, so that (losses * weights).sum() is the mean.
         """
-        like = tensors[0]
         dtype = like.dtype if is_wide(like) else torch.float32
+        if queries.none_empty:
+            used = torch.full((), queries.num_relevant.shape[0], device=like.device)
+        else:
+            used = self.used_queries(queries.num_relevant, caller)
         if queries.weights is not None:
             weights = queries.weights.to(like.device, dtype)
             if self.empty_query != "zero":
                 weights = torch.where(queries.num_relevant.to(like.device) > 0, weights, 0)
             total = weights.sum()
             weights = weights / torch.where(total == 0, 1, total)
-        elif self.empty_query == "zero" or used is None:
+        elif self.empty_query == "zero" or queries.none_empty:
             weights = torch.full((), 1 / queries.num_relevant.shape[0], dtype=dtype, device=like.device)
         else:
             weights = used.clamp(min=1).to(like.device, dtype, non_blocking=True).reciprocal()
+        return Shares(used, weights)
+
+
+class Shares(NamedTuple):
+    """What the mean over queries needs to know."""
+
+    used: Tensor  # [] queries with a relevant candidate
+    weights: Tensor  # [] or [Q]
+
+    def nan_if_any(self, tensors: tuple[Tensor, ...]) -> "Shares":
+        """Weights are NaN where `tensors` hold NaN, which makes the loss NaN too."""
+        weights = self.weights
         for tensor in tensors:
             largest = tensor.detach().amax()
             if largest.device.type == "cpu":
                 weights = weights * torch.nan if math.isnan(largest.item()) else weights
             else:  # without synchronising
-                weights = torch.where(largest.isnan(), torch.nan, weights)
-        return weights
+                weights = torch.where(largest.isnan(), largest, weights)
+        return self._replace(weights=weights)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class TiledSource(ABC):
     def _add_grad(self, pair: TilePair, gradients: list[Tensor]) -> None:
         """Accumulate the gradients of the tiles of a pair."""
 
-    def count(self, ops: Ranker, thresholds: list[Any], seed: int, *, keep: bool) -> list[Tensor]:
+    def count(self, ops: Ranker, thresholds: list[Any], seed: int, *, keep: bool) -> list[Any]:
         counts: list[Any] = [None] * len(self.row_blocks)
         self.tile_map, self.bytes_left = ops.tile_map(thresholds), KEPT_BYTES if keep else 0
         for pair in self._tile_pairs():
@@ -113,7 +113,7 @@ class TiledSource(ABC):
                 counts[tile.block] = _sum(counts[tile.block], part)
         return counts
 
-    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
+    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
         d_thresholds: list[Tensor | None] = [None] * len(self.row_blocks)
         self.bytes_left = 0
         for pair in self._tile_pairs():
@@ -311,7 +311,7 @@ class EmbeddingScores(TiledSource):
             self.relevance.hide_(scores, rows, columns, width)
         return scores
 
-    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
+    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
         self.queries.zero_grad()
         self.candidates.zero_grad()
         return super().backward(ops, thresholds, rank_grads, seed)
@@ -407,12 +407,12 @@ class OneTileScores:
             one_tile=True,
         )
 
-    def count(self, ops: Ranker, thresholds: list[Any], seed: int, *, keep: bool) -> list[Tensor]:
+    def count(self, ops: Ranker, thresholds: list[Any], seed: int, *, keep: bool) -> list[Any]:
         if (tile_map := ops.tile_map(thresholds)) is not None:
             self.tile = tile_map(self.tile)
         return [ops.count_tile(self.tile, thresholds[0], seed)]
 
-    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
+    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
         self.d_scores, d_thresholds = ops.tile_backward(self.tile, thresholds[0], rank_grads[0], seed)
         return [d_thresholds]
 
@@ -432,7 +432,7 @@ class GivenScores(TiledSource):
     def __init__(self, scores: Tensor, relevance: MaskRelevance) -> None:
         super().__init__()
         self.scores, self.relevance = scores, relevance
-        self.query_order = relevance.query_order
+        self.query_order: Tensor | None = relevance.query_order
         self.dtype = torch.promote_types(scores.dtype, torch.float32)
         side = tile_side(scores.device)
         self.row_blocks = split(scores.shape[0], side)
@@ -442,17 +442,22 @@ class GivenScores(TiledSource):
         self.column_blocks = split(scores.shape[1], max(width, min(max(self.widths), WIDEST_TILE)))
 
     def positives(self, block: int) -> PositiveScores:
-        rows = self.relevance.rows(self.row_blocks[block])
-        columns, valid = self.relevance.positives(rows, self.widths[block])
-        scores, grades = self.relevance.gather(self.scores, rows, columns).to(self.dtype), self.relevance.grades
+        rows, grades = self.relevance.rows(self.row_blocks[block]), self.relevance.grades
+        scores, columns, valid = self._listed(rows, self.widths[block])
         return PositiveScores(
-            scores=scores if valid is None else scores.masked_fill_(~valid, torch.inf),
+            scores=scores,
             valid=valid,
             gains=None if grades is None else self.relevance.gather(grades, rows, columns).to(self.dtype),
             num_relevant=self.relevance.num_relevant[rows],
             list_length=self.relevance.list_length[rows],
             rank_dtype=torch.float64 if self.scores.shape[1] > EXACT_FLOAT32 else self.dtype,
         )
+
+    def _listed(self, rows: Tensor | slice, width: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """[B, width] scores of the positives of `rows`, infinite at the padding, their columns, and which are no padding."""
+        columns, valid = self.relevance.positives(rows, width)
+        scores = self.relevance.gather(self.scores, rows, columns).to(self.dtype)
+        return scores if valid is None else scores.masked_fill_(~valid, torch.inf), columns, valid
 
     def _tile_pairs(self) -> Iterator[TilePair]:
         for i, block in enumerate(self.row_blocks):
@@ -465,7 +470,7 @@ class GivenScores(TiledSource):
         tile = self.scores[rows, columns].to(self.dtype)
         return tile.masked_fill(self.relevance.hidden(rows, columns), -torch.inf)
 
-    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Tensor | None]:
+    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
         self.d_scores = torch.empty_like(self.scores)
         return super().backward(ops, thresholds, rank_grads, seed)
 

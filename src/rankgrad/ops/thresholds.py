@@ -248,6 +248,18 @@ class Thresholds:
         return self.unsorted(tally.cumsum(dim=1, dtype=torch.int32))
 
 
+@dataclass(frozen=True)
+class DescendingCounts:
+    """Scores that reach each threshold, in descending order of the thresholds."""
+
+    thresholds: Thresholds
+    values: Tensor  # [B, P]
+
+    def unsorted(self) -> Tensor:
+        """[B, P] in the order of the thresholds."""
+        return self.thresholds.unsorted(self.values)
+
+
 def _positions(tile: Tensor, *sets: Thresholds) -> Iterator[tuple[slice, list[Tensor]]]:
     """Blocks of columns, and for every set, all with the same buckets, the [B, z] int32 positions of their scores.
 

@@ -4,7 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops.thresholds import Thresholds
+from rankgrad.ops.thresholds import DescendingCounts, Thresholds
 from rankgrad.ops.triton.score_kernels import table_kernel
 
 # Buckets of a program.
@@ -47,6 +47,6 @@ class BucketTables:
         """Those of other thresholds with the same map."""
         return BucketTables(thresholds, self.rows, self.num_relevant, self.buckets, unperturbed=self)
 
-    def num_reaching(self, counts: Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
-        """[B, P] scores that reach each threshold, from how many lie below k thresholds and no more."""
-        return self.thresholds.unsorted(counts.cumsum(dim=1, dtype=dtype))
+    def num_reaching(self, counts: Tensor, dtype: torch.dtype = torch.int32) -> DescendingCounts:
+        """Scores that reach each threshold, from how many [B, P] lie below k thresholds and no more."""
+        return DescendingCounts(self.thresholds, counts.cumsum(dim=1, dtype=dtype))

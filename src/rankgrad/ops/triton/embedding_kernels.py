@@ -24,7 +24,7 @@ from rankgrad.ops.triton.ranker_kernels import GRID, backward_tile, begin_rows, 
 # tells apart (1, a multiple of 16, aligned) is seconds of compiling at the next batch size.
 SIZES = (
     *("P", "row_p", "column_p", "num_rows", "num_candidates", "num_columns", "pass_rows", "first_row", "first_column"),
-    *("last_written", "tiles_per_split"),
+    *("last_written", "tiles_per_split", "bits", "count_bits"),
 )
 PER_QUERY = (
     *("start", "stop", "self_index", "num_relevant", "thresholds", "counts", "slopes", "centres"),
@@ -192,7 +192,7 @@ def count_kernel(
 @kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
 def scatter_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
-    maps, tables, descending, sums, first_row, num_rows, num_candidates, tiles_per_split, splits, size, bits, scale,
+    maps, tables, descending, sums, first_row, num_rows, num_candidates, tiles_per_split, splits, size, bits, count_bits, scale,
     MODE: tl.constexpr, LISTED: tl.constexpr, RANK_SELF: tl.constexpr, ASM: tl.constexpr,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +219,7 @@ def scatter_kernel(
         elif ((i_n * BN < last) & ((i_n + 1) * BN > first)) | ((i_n + 1) * BN > num_candidates):
             b_s = _hide(b_s, b_start, b_stop, b_self, o_n, num_candidates, RANK_SELF)
         if MODE == GRID:
-            deposit(b_s, maps, tables, sums, o_r, m_m, size, bits, scale, SPLIT)
+            deposit(b_s, maps, tables, sums, o_r, m_m, size, bits, count_bits, scale, SPLIT)
         else:
             tally_tile(b_s, maps, tables, descending, sums, o_r, m_m, size)
 

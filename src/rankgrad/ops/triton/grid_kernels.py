@@ -10,9 +10,13 @@ every query has a fine grid around its thresholds, and candidates meet the grid 
     table_kernel     the gradient of a score at the nodes of the grid, and its derivative
     look_up          a tile reads its gradient between two nodes, by Hermite's cubic
 
-The sums of a cell are integers, two in 64 bits, so they are the same in whatever order scores are added. With all four of them
-the error is that of float32. With two (WIDE is False) squares are taken as those of scores spread evenly over the cell, which
-is wrong by less than scores rounded to float16 are. Scores are in units of base 2, as for other sigmoids.
+The sums of a cell are integers, two in 64 bits, so they are the same in whatever order scores are added. An offset is rounded
+to 2 ** -bits of a cell, which moves the count of a threshold by at most 2 ** -(bits + 1) * STEP / 4 for each candidate near it:
+3e-7 with 16 bits, which is what scores in float32 differ by anyway. A cell may hold every candidate, so of 63 bits the count
+and the sum of offsets take `count_bits` each and leave 16 for an offset up to 8 million candidates. Squares and cubes weigh
+STEP / 2 and STEP ** 2 / 6 times as much and make do with 31 - count_bits: 7e-7 for a million candidates. With all four sums the
+error is that of float32. With two (WIDE is False) squares are taken as those of scores spread evenly over the cell, which is
+wrong by less than scores rounded to float16 are. Scores are in units of base 2, as for other sigmoids.
 
 Letters:  P thresholds of a query   i_ program index, o_ offsets, m_ a mask, b_ a block in registers
 """
@@ -57,7 +61,7 @@ def grid_kernel(thresholds, begins, used, first_row, num_rows, P, cells, BP: tl.
 
 
 @triton.jit
-def deposit(b_s, begins, used, moments, o_r, m_m, cells, bits, scale, WIDE: tl.constexpr):
+def deposit(b_s, begins, used, moments, o_r, m_m, cells, bits, count_bits, scale, WIDE: tl.constexpr):
     """Adds the scores of a tile to the sums [rows, cells, 1 or 2] of their rows; an offset in a cell has so many bits."""
     b_begin = tl.load(begins + o_r, mask=m_m, other=float("inf"))
     b_cells = tl.load(used + o_r, mask=m_m, other=1)
@@ -67,28 +71,35 @@ def deposit(b_s, begins, used, moments, o_r, m_m, cells, bits, scale, WIDE: tl.c
     b_most = (b_cells.to(tl.float32) * (scale / PER_UNIT))[:, None]
     b_fixed = tl.minimum(tl.where(m_in, b_at, 0.0) * scale, b_most).to(tl.int32)
     b_cell = tl.minimum(b_fixed >> bits, b_cells[:, None] - 1)
-    b_offset = b_fixed & ((1 << bits) - 1)
+    b_offset = (b_fixed & ((1 << bits) - 1)).to(tl.uint32)
     WIDTH: tl.constexpr = 2 if WIDE else 1
-    p_m = moments + o_r.to(tl.int64)[:, None] * (cells * WIDTH) + b_cell * WIDTH
-    tl.atomic_add(p_m, b_offset.to(tl.int64) + 4294967296, mask=m_in, sem="relaxed")
+    p_m = moments + (o_r[:, None] * (cells * WIDTH) + b_cell * WIDTH)
+    one = tl.full([], 1, tl.int64) << (bits + count_bits)
+    tl.atomic_add(p_m, b_offset.to(tl.int64) + one, mask=m_in, sem="relaxed")
     if WIDE:
-        b_square = (b_offset * b_offset.to(tl.int64)) >> bits
-        b_cube = (b_square * b_offset) >> bits
-        tl.atomic_add(p_m + 1, b_square + (b_cube << 32), mask=m_in, sem="relaxed")
+        fewer = tl.maximum(bits + count_bits - 31, 0)
+        half = (1 << fewer) >> 1
+        b_square = (b_offset * b_offset) >> bits
+        b_cube = (((b_square * b_offset) >> bits) + half) >> fewer
+        b_square = (b_square + half) >> fewer
+        tl.atomic_add(p_m + 1, b_square.to(tl.int64) | (b_cube.to(tl.int64) << 32), mask=m_in, sem="relaxed")
 
 
-@kernel()
-def moment_kernel(moments, total, inverse, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+@kernel(do_not_specialize=["bits", "count_bits"])
+def moment_kernel(moments, total, bits, count_bits, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of offsets become factors of Taylor's series around the middle of a cell, two float32 in place of an integer."""
     WIDTH: tl.constexpr = 2 if WIDE else 1
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     p_m = moments + o * WIDTH
     b_pair = tl.load(p_m, mask=o < total, other=0)
-    b_m0 = (b_pair >> 32).to(tl.float32)
-    b_m1 = ((b_pair & 4294967295).to(tl.float32) + 0.5 * b_m0) * inverse  # offsets were cut off
+    shift = bits + count_bits
+    b_m0 = (b_pair >> shift).to(tl.float32)
+    below = (tl.full([], 1, tl.int64) << shift) - 1
+    b_m1 = ((b_pair & below).to(tl.float32) + 0.5 * b_m0) * tl.exp2(-bits.to(tl.float32))  # offsets were cut off
     tl.store(p_m, packed(b_m0, (b_m1 - 0.5 * b_m0) * STEP), mask=o < total)
     if WIDE:
         b_pair = tl.load(p_m + 1, mask=o < total, other=0)
+        inverse = tl.exp2(-tl.minimum(bits, 31 - count_bits).to(tl.float32))
         b_m2 = (b_pair & 4294967295).to(tl.float32) * inverse
         b_m3 = (b_pair >> 32).to(tl.float32) * inverse
         b_m3 = b_m3 - 1.5 * b_m2 + 0.75 * b_m1 - 0.125 * b_m0

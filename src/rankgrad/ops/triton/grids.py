@@ -26,7 +26,7 @@ WHOLE_CELLS = 128
 # Bytes of sums that exist at once, for as many queries as fit.
 MOMENT_BYTES = 2**28
 
-# Bits of an offset in a cell, or as many as let the sum over all candidates fit in 32.
+# Bits of an offset in a cell, or as many as let the number of candidates and the sum of their offsets fit in 63.
 OFFSET_BITS = 16
 
 # Blocks of cells and thresholds. One warp with several thresholds in each thread reads a cell once for all of them.
@@ -75,15 +75,17 @@ class QueryGrids:
         size = max(size, whole)
         moments = torch.empty(min(size, self.queries), self.cells, parts, dtype=torch.int64, device=self.device)
         sums = [torch.empty(2, *columns.shape, device=self.device) for columns in self.thresholds]
-        bits = min(OFFSET_BITS, 31 - num_candidates.bit_length())
+        count_bits = num_candidates.bit_length()
+        bits = min(OFFSET_BITS, 63 - 2 * count_bits)
+        fixed_point = {"bits": bits, "count_bits": count_bits}
         for start in range(0, self.queries, size):
             chunk = slice(start, min(start + size, self.queries))
             moments.zero_()
             grids = {"maps": self.begins[chunk], "tables": self.used[chunk], "descending": self.begins, "sums": moments}
-            deposit(chunk, grids | {"size": self.cells, "bits": bits, "scale": float(PER_UNIT.value << bits)})
+            deposit(chunk, grids | fixed_point | {"size": self.cells, "scale": float(PER_UNIT.value << bits)})
             total = (chunk.stop - start) * self.cells
             moment_kernel[(triton.cdiv(total, BLOCK),)](
-                moments=moments, total=total, inverse=1 / (1 << bits), WIDE=self.wide, BLOCK=BLOCK
+                moments=moments, total=total, **fixed_point, WIDE=self.wide, BLOCK=BLOCK
             )
             self._collect(moments.view(torch.float32), chunk, sums)
         return sums

@@ -11,13 +11,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
 from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid, UpperBound
-from rankgrad.ops.thresholds import SigmoidThresholds, Thresholds
+from rankgrad.ops.thresholds import DescendingCounts, SigmoidThresholds, Thresholds
 from rankgrad.ops.triton.bucket_tables import BucketTables
 from rankgrad.ops.triton.ranker_kernels import (
     BOUND,
@@ -28,6 +29,7 @@ from rankgrad.ops.triton.ranker_kernels import (
     STEP,
     among_bwd_kernel,
     among_kernel,
+    perturb_kernel,
     proper_kernel,
 )
 
@@ -138,7 +140,7 @@ class Lowering(ABC, Generic[R]):
     def thresholds(self, positives: PositiveScores, key: int) -> Any:
         return self.ranker.thresholds(positives, key)
 
-    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Any) -> Ranks:
+    def ranks(self, counts: Any, positives: PositiveScores, thresholds: Any) -> Ranks:
         return self.ranker.ranks(counts, positives, thresholds)
 
     def graded_rank(self, scores: Tensor, positives: PositiveScores, positive_rank: Tensor) -> Tensor:
@@ -149,8 +151,8 @@ class Lowering(ABC, Generic[R]):
 
     def positive_backward(
         self,
-        d_thresholds: Tensor | None,
-        counts: Tensor,
+        d_thresholds: Any,
+        counts: Any,
         rank_grad: Any,
         positives: PositiveScores,
         thresholds: Any,
@@ -166,7 +168,7 @@ class Lowering(ABC, Generic[R]):
         """`kept` is (slopes, centres) of the count where `keeps_slopes`."""
         raise NotImplementedError(f"{type(self.ranker).__name__} has no gradient")
 
-    def threshold_grad(self, rank_grad: Any, kept: Any, args: BackwardArgs) -> Tensor | None:
+    def threshold_grad(self, rank_grad: Any, kept: Any, args: BackwardArgs) -> Tensor | DescendingCounts | None:
         """[B, P] what `positive_backward` gets, after the gradient kernel."""
         return None
 
@@ -300,7 +302,7 @@ class ExactLowering(Lowering[Exact]):
     def count_args(self, thresholds: Thresholds, width: int, device: torch.device) -> CountArgs:
         return CountArgs(thresholds.columns, width)
 
-    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
+    def ranks(self, counts: Tensor | DescendingCounts, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
         return positives.item_ranks(*_proper_ranks(counts, thresholds, positives))
 
 
@@ -314,10 +316,36 @@ class BlackboxLowering(Lowering[Blackbox]):
     def count_args(self, thresholds: Thresholds, width: int, device: torch.device) -> CountArgs:
         return CountArgs(thresholds.columns, width)
 
-    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
+    def ranks(self, counts: Tensor | DescendingCounts, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
         rank, among = _proper_ranks(counts, thresholds, positives)
         thresholds.found = rank
         return positives.item_ranks(rank, among)
+
+    def rank_gradient(
+        self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Thresholds, upstream: Upstream
+    ) -> tuple[Thresholds, Tensor]:
+        values, weight, grad_loss = thresholds.values.contiguous(), upstream.query_weight, upstream.grad_loss
+        perturbed, scale = torch.empty_like(values), values.new_empty(len(values), 1)
+        lam = float(np.float32(self.ranker.lam))
+        grid, block = _row_blocks(values)
+        perturb_kernel[grid](
+            values=values,
+            d_rank=d_ranks[0].contiguous(),
+            num_relevant=positives.num_relevant,
+            list_length=positives.list_length,
+            weight=weight,
+            grad_loss=grad_loss,
+            perturbed=perturbed,
+            scale=scale,
+            lam=lam,
+            lam_rest=self.ranker.lam - lam,
+            P=values.shape[1],
+            weight_stride=weight.stride(0) if weight.ndim else 0,
+            grad_stride=grad_loss.stride(0),
+            enable_fp_fusion=False,
+            **block,
+        )
+        return thresholds.perturbed(perturbed), scale
 
     def backward_args(
         self, thresholds: Thresholds, rank_grad: tuple[Thresholds, Tensor], kept: BucketTables | None
@@ -329,16 +357,18 @@ class BlackboxLowering(Lowering[Blackbox]):
         peak = scale.abs().amax() * max(thresholds.columns.shape[0], 1)
         return BackwardArgs(thresholds.columns, perturbed.columns, scale[:, 0], peak, reached=reached)
 
-    def threshold_grad(self, rank_grad: tuple[Thresholds, Tensor], kept: BucketTables | None, args: BackwardArgs) -> Tensor:
+    def threshold_grad(
+        self, rank_grad: tuple[Thresholds, Tensor], kept: BucketTables | None, args: BackwardArgs
+    ) -> Tensor | DescendingCounts:
         assert args.reached is not None, "perturbed ranks are counted"
         if kept is None:
             return args.reached.t()
-        return rank_grad[0].unsorted(args.reached.cumsum(dim=1, dtype=torch.int32))
+        return DescendingCounts(rank_grad[0], args.reached.cumsum(dim=1, dtype=torch.int32))
 
     def positive_backward(
         self,
-        d_thresholds: Tensor | None,
-        counts: Tensor,
+        d_thresholds: Tensor | DescendingCounts | None,
+        counts: Tensor | DescendingCounts,
         rank_grad: tuple[Thresholds, Tensor],
         positives: PositiveScores,
         thresholds: Thresholds,
@@ -347,31 +377,55 @@ class BlackboxLowering(Lowering[Blackbox]):
         perturbed, scale = rank_grad
         assert d_thresholds is not None, "perturbed ranks are counted by every pass"
         assert thresholds.found is not None, "ranks come before their gradient"
-        after, _ = _proper_ranks(d_thresholds, perturbed, positives, among=False)
-        return ((after - thresholds.found) * scale).to(positives.scores.dtype)
+        moved = torch.empty_like(positives.scores, memory_format=torch.contiguous_format)
+        _launch_proper(d_thresholds, perturbed, positives, rank=moved, before=thresholds.found, scale=scale)
+        return moved
 
 
-def _proper_ranks(
-    ahead: Tensor, thresholds: Thresholds, positives: PositiveScores, *, among: bool = True
-) -> tuple[Tensor, Tensor]:
-    """[B, P] ranks of positives among all and `among` the positives, from the irrelevant ones ahead of each."""
+def _proper_ranks(ahead: Tensor | DescendingCounts, thresholds: Thresholds, positives: PositiveScores) -> tuple[Tensor, Tensor]:
+    """[B, P] ranks of positives among all and among the positives, from the irrelevant ones ahead of each."""
+    rank = torch.empty(thresholds.values.shape, dtype=positives.rank_dtype, device=thresholds.values.device)
+    among = torch.empty_like(rank)
+    _launch_proper(ahead, thresholds, positives, rank=rank, among=among)
+    return rank, among
+
+
+def _launch_proper(
+    ahead: Tensor | DescendingCounts,
+    thresholds: Thresholds,
+    positives: PositiveScores,
+    *,
+    rank: Tensor,
+    among: Tensor | None = None,
+    before: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> None:
+    """Ranks of positives in `rank` and `among`, or, with ranks `before`, how far they moved times `scale`."""
     descending, order = thresholds.descending
-    rank = torch.empty(order.shape, dtype=positives.rank_dtype, device=order.device)
-    rank_among = torch.empty_like(rank) if among else rank  # not touched unless it is wanted
     if rank.numel():
-        block = min(256, triton.next_power_of_2(rank.shape[1]))
-        proper_kernel[(len(rank), triton.cdiv(rank.shape[1], block))](
-            ahead=ahead.contiguous(),
+        grid, block = _row_blocks(rank)
+        proper_kernel[grid](
+            ahead=ahead.values if isinstance(ahead, DescendingCounts) else ahead.contiguous(),
             order=order,
             descending=descending,
             num_relevant=positives.num_relevant,
             rank=rank,
-            among=rank_among,
+            among=rank if among is None else among,  # what is not wanted is not touched
+            before=rank if before is None else before,
+            scale=descending if scale is None else scale,
             P=rank.shape[1],
-            AMONG=among,
-            BLOCK=block,
+            SORTED=isinstance(ahead, DescendingCounts),
+            AMONG=among is not None,
+            MOVED=before is not None,
+            **block,
         )
-    return rank, rank_among
+
+
+def _row_blocks(rows: Tensor) -> tuple[tuple[int], dict[str, int]]:
+    """The grid for rows [B, P] in blocks, and what tells a kernel about it."""
+    block = min(256, triton.next_power_of_2(max(rows.shape[1], 1)))
+    blocks = max(triton.cdiv(rows.shape[1], block), 1)
+    return (len(rows) * blocks,), {"blocks": blocks, "BLOCK": block}
 
 
 class HistogramLowering(Lowering[Histogram]):

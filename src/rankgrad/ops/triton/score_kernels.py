@@ -4,7 +4,8 @@
     count_kernel           a block of scores: bucket, search among the thresholds of the bucket, one count more at the position
     backward_kernel        the same after a perturbation of the thresholds: gradient of the scores, new counts
     positive_grad_kernel   gradients of the positives' scores, scattered to their columns
-    column_kernel          columns of the positives of every list, in order, without synchronising for their number
+    tally_kernel           positives in every block of a list
+    list_kernel            columns and scores of the positives of every list, in order, without synchronising for their number
 
 Thresholds are sorted in descending order, infinite padding first. The position of a score is the number of thresholds above
 it, so a score reaches the threshold at its position and all after it, and the counts up to a position add up to the scores that
@@ -76,6 +77,22 @@ def _scores(scores, relevant, candidates, row_stride, row, o_n, n, MASKED: tl.co
     return b_s, m_visible, m_n
 
 
+@triton.jit
+def _first_in(descending, top, per_score, bucket, BUCKETS, P, steps):
+    """Thresholds of P in buckets before this one."""
+    low = P * 0
+    high = P
+    for _ in range(steps):
+        middle = (low + high) // 2
+        # at the end of the search nothing is read beyond
+        t = tl.load(descending + tl.minimum(middle, P - 1))
+        is_open = low < high
+        is_before = bucket_of(t, top, per_score, BUCKETS) < bucket
+        high = tl.where(is_open & (is_before == 0), middle, high)
+        low = tl.where(is_open & is_before, middle + 1, low)
+    return low
+
+
 @kernel(do_not_specialize=SIZES)
 def table_kernel(
     descending, num_relevant, rows, bucket_map, begin, P, BUCKETS, steps, blocks,
@@ -102,15 +119,23 @@ def table_kernel(
         per_score = tl.load(bucket_map + 2 * i + 1)
     o_b = i_block * BLOCK + tl.arange(0, BLOCK)
     m_b = o_b <= BUCKETS
-    b_low = tl.zeros([BLOCK], tl.int32)
-    b_high = tl.zeros([BLOCK], tl.int32) + P
-    for _ in range(steps):
+    low = P * 0
+    high = P
+    if blocks > 1:
+        # first where the block begins and ends: its own search is then short and in the cache
+        low = _first_in(descending, top, per_score, i_block * BLOCK, BUCKETS, P, steps)
+        high = _first_in(descending, top, per_score, (i_block + 1) * BLOCK - 1, BUCKETS, P, steps)
+    b_low = tl.zeros([BLOCK], tl.int32) + low
+    b_high = tl.zeros([BLOCK], tl.int32) + high
+    width = high - low
+    while width > 0:
         b_middle = (b_low + b_high) // 2
         m_open = m_b & (b_low < b_high)
         b_t = tl.load(descending + b_middle, mask=m_open, other=0.0)
         m_before = bucket_of(b_t, top, per_score, BUCKETS) < o_b
         b_high = tl.where(m_open & (m_before == 0), b_middle, b_high)
         b_low = tl.where(m_open & m_before, b_middle + 1, b_low)
+        width = width // 2
     tl.store(begin + i * (BUCKETS + 1) + o_b, b_low, mask=m_b)
 
 
@@ -162,15 +187,37 @@ def positive_grad_kernel(d_positives, columns, num_relevant, first, rows, gradie
 
 
 @kernel(do_not_specialize=SIZES)
-def column_kernel(relevant, counts, columns, n, P, blocks, STORE: tl.constexpr, BLOCK: tl.constexpr):
-    """counts[i, block] = relevant items of the block; STORE: it holds those up to the block's end, and columns[i] is filled."""
+def tally_kernel(relevant, counts, n, blocks, BLOCK: tl.constexpr):
+    """counts[i, block] = relevant items of a block of list i."""
+    i = (tl.program_id(0) // blocks).to(tl.int64)
+    o_n = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_is = tl.load(relevant + i * n + o_n, mask=o_n < n, other=0) != 0
+    tl.store(counts + tl.program_id(0), tl.sum(b_is.to(tl.int32), 0))
+
+
+@kernel(do_not_specialize=SIZES)
+def list_kernel(scores, relevant, until, columns, positives, valid, row_stride, n, P, blocks, BLOCK: tl.constexpr):
+    """The relevant items of every list in order, and padding up to P: columns, scores and whether there is one.
+
+    until[i, block] = relevant items of list i up to the end of the block; what is beyond P is left out.
+    """
     i = (tl.program_id(0) // blocks).to(tl.int64)
     i_block = tl.program_id(0) % blocks
     o_n = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    columns += i * P
+    positives += i * P
+    valid += i * P
+    until += i * blocks
     b_is = (tl.load(relevant + i * n + o_n, mask=o_n < n, other=0) != 0).to(tl.int32)
-    p_count = counts + i * blocks + i_block
-    if STORE:
-        o_p = tl.load(p_count) - tl.sum(b_is, 0) + tl.cumsum(b_is, 0) - b_is
-        tl.store(columns + i * P + o_p, o_n, mask=(b_is != 0) & (o_p < P))
-    else:
-        tl.store(p_count, tl.sum(b_is, 0))
+    o_p = tl.load(until + i_block) - tl.sum(b_is, 0) + tl.cumsum(b_is, 0) - b_is
+    m_p = (b_is != 0) & (o_p < P)
+    tl.store(columns + o_p, o_n, mask=m_p)
+    tl.store(positives + o_p, tl.load(scores + i * row_stride + o_n, mask=m_p, other=0.0).to(tl.float32), mask=m_p)
+    tl.store(valid + o_p, tl.full([BLOCK], 1, tl.uint8), mask=m_p)
+    # the blocks share the padding
+    count = tl.load(until + blocks - 1).to(tl.int32)
+    for begin in range(count + i_block * BLOCK, P, blocks * BLOCK):
+        o_pad = begin + tl.arange(0, BLOCK)
+        tl.store(columns + o_pad, tl.zeros([BLOCK], tl.int64), mask=o_pad < P)
+        tl.store(positives + o_pad, tl.full([BLOCK], float("inf"), tl.float32), mask=o_pad < P)
+        tl.store(valid + o_pad, tl.zeros([BLOCK], tl.uint8), mask=o_pad < P)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,9 +10,15 @@ from torch import Tensor
 
 from rankgrad.ops.masks import MaskRelevance
 from rankgrad.ops.sources import GivenScores
-from rankgrad.ops.thresholds import Thresholds
+from rankgrad.ops.thresholds import DescendingCounts, Thresholds
 from rankgrad.ops.triton.bucket_tables import BucketTables
-from rankgrad.ops.triton.score_kernels import backward_kernel, column_kernel, count_kernel, positive_grad_kernel
+from rankgrad.ops.triton.score_kernels import (
+    backward_kernel,
+    count_kernel,
+    list_kernel,
+    positive_grad_kernel,
+    tally_kernel,
+)
 
 # Scores of a program. All wait for the one that is searched longest, so there are few.
 BLOCK = 512
@@ -42,44 +48,61 @@ class CountedMask:
 
     is_relevant: Tensor  # [Q, n] contiguous
     grades: Tensor | None
-    until: Tensor  # [Q, blocks] int32 positives up to the end of each block of columns
+    until: Tensor  # [Q, blocks] positives up to the end of each block of columns
     num_relevant: Tensor  # [Q]
+    order: Tensor  # [Q] of the lists, the caller's
+    list_length: Tensor  # [Q]
 
     @classmethod
     def of(cls, relevance: Tensor) -> "CountedMask":
         grades = None if relevance.dtype == torch.bool else relevance
         is_relevant = (relevance if grades is None else relevance > 0).contiguous()
         queries, n = relevance.shape
-        found = torch.empty(queries, triton.cdiv(n, BLOCK), dtype=torch.int32, device=relevance.device)
-        _columns(is_relevant, found, found, store=False)
-        until = found.cumsum(dim=1, dtype=torch.int32)
-        return cls(is_relevant, grades, until, until[:, -1].long())
+        blocks = triton.cdiv(n, BLOCK)
+        found = torch.empty(queries, blocks, dtype=torch.int32, device=relevance.device)
+        tally_kernel[(queries * blocks,)](relevant=is_relevant.view(torch.uint8), counts=found, n=n, blocks=blocks, BLOCK=BLOCK)
+        until, order = found.cumsum(dim=1), torch.arange(queries, device=relevance.device)
+        return cls(is_relevant, grades, until, until[:, -1].contiguous(), order, torch.full_like(order, n))
 
-    def padded(self, width: int) -> MaskRelevance:
-        """The relevance with the columns of the first `width` positives of each list."""
-        queries, n = self.is_relevant.shape
-        device, width = self.until.device, max(width, 1)
-        columns = torch.zeros(queries, width, dtype=torch.long, device=device)
-        _columns(self.is_relevant, self.until, columns, store=True)
-        order = torch.arange(queries, device=device)
-        length, first = torch.full_like(order, n), torch.arange(0, queries * width, width, device=device)
-        return MaskRelevance(
-            self.is_relevant, self.grades, None, order, self.num_relevant, length, columns.view(-1), first, width
+    @property
+    def most(self) -> Tensor:
+        """[] most positives of a list."""
+        return self.num_relevant[0] if len(self.num_relevant) == 1 else self.num_relevant.amax()
+
+    def listed(self, scores: Tensor, width: int) -> tuple[MaskRelevance, "ListedPositives"]:
+        """The relevance with the first `width` positives of each list, and these."""
+        (queries, n), device, width = self.is_relevant.shape, self.until.device, max(width, 1)
+        scores = scores if scores.stride(1) == 1 else scores.contiguous()
+        made = ListedPositives(
+            torch.empty(queries, width, device=device),
+            torch.empty(queries, width, dtype=torch.long, device=device),
+            torch.empty(queries, width, dtype=torch.bool, device=device),
         )
+        blocks = self.until.shape[1]
+        list_kernel[(queries * blocks,)](
+            scores=scores,
+            relevant=self.is_relevant.view(torch.uint8),
+            until=self.until,
+            columns=made.columns,
+            positives=made.scores,
+            valid=made.valid.view(torch.uint8),
+            row_stride=scores.stride(0),
+            n=n,
+            P=width,
+            blocks=blocks,
+            BLOCK=BLOCK,
+        )
+        first = self.order if queries == 1 else self.order * width
+        lists = self.order, self.num_relevant, self.list_length, made.columns.view(-1), first
+        return MaskRelevance(self.is_relevant, self.grades, None, *lists, width), made
 
 
-def _columns(is_relevant: Tensor, counts: Tensor, columns: Tensor, *, store: bool) -> None:
-    queries, blocks = counts.shape
-    column_kernel[(queries * blocks,)](
-        relevant=is_relevant.view(torch.uint8),
-        counts=counts,
-        columns=columns,
-        n=is_relevant.shape[1],
-        P=columns.shape[1],
-        blocks=blocks,
-        STORE=store,
-        BLOCK=BLOCK,
-    )
+class ListedPositives(NamedTuple):
+    """Positives of lists, padded to the same number."""
+
+    scores: Tensor  # [Q, P] float32, infinite at the padding
+    columns: Tensor  # [Q, P] 0 at the padding
+    valid: Tensor  # [Q, P] False at the padding
 
 
 def _buckets(thresholds: Thresholds, length: int) -> int:
@@ -90,13 +113,22 @@ def _buckets(thresholds: Thresholds, length: int) -> int:
 class FusedGivenScores(GivenScores):
     """Few long lists as a matrix of scores, counted exactly."""
 
-    def __init__(self, scores: Tensor, relevance: MaskRelevance) -> None:
+    def __init__(self, scores: Tensor, relevance: MaskRelevance, listed: ListedPositives | None = None) -> None:
         super().__init__(scores, relevance)
+        self.listed = listed
+        if isinstance(relevance.rows(self.row_blocks[0]), slice):
+            self.query_order = None
         self.tables: list[BucketTables] = []
         self.positions = scores.new_empty(0)  # [Q, n] int32 thresholds above each score, where they are kept
 
-    def count(self, ops: Any, thresholds: list[Thresholds], seed: int, *, keep: bool) -> list[Tensor]:
-        rows = [self.query_order[block] for block in self.row_blocks]
+    def _listed(self, rows: Tensor | slice, width: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.listed is None:
+            return super()._listed(rows, width)
+        scores, columns, valid = (tensor[rows] for tensor in self.listed)
+        return scores, columns, valid
+
+    def count(self, ops: Any, thresholds: list[Thresholds], seed: int, *, keep: bool) -> list[DescendingCounts]:
+        rows = [self.relevance.query_order[block] for block in self.row_blocks]
         n, num_relevant = self.scores.shape[1], self.relevance.num_relevant
         self.tables = [BucketTables(t, r, num_relevant, _buckets(t, n)) for t, r in zip(thresholds, rows, strict=True)]
         self.positions = self._of_all_scores(torch.int32) if keep else self.tables[0].begin
@@ -109,17 +141,17 @@ class FusedGivenScores(GivenScores):
 
     def backward(
         self, ops: Any, thresholds: list[Thresholds], rank_grads: list[tuple[Thresholds, Tensor]], seed: int
-    ) -> list[Tensor | None]:
+    ) -> list[DescendingCounts]:
         self.d_scores = self._of_all_scores(self.scores.dtype)
-        d_thresholds: list[Tensor | None] = []
+        d_thresholds = []
         for before, (perturbed, scale) in zip(self.tables, rank_grads, strict=True):
             after = before.perturbed(perturbed)
             arguments = {"positions": self.positions, "scale": scale, "gradient": self.d_scores}
             d_thresholds.append(self._num_reaching(after, backward_kernel, **arguments))
         return d_thresholds
 
-    def _num_reaching(self, tables: BucketTables, kernel: Any, **arguments: Any) -> Tensor:
-        """[B, P] scores that reach each threshold, from one pass of `kernel` over them."""
+    def _num_reaching(self, tables: BucketTables, kernel: Any, **arguments: Any) -> DescendingCounts:
+        """Scores that reach each threshold, from one pass of `kernel` over them."""
         counts = torch.zeros_like(tables.descending, dtype=torch.int32)
         n = self.scores.shape[1]
         if tables.width:
