@@ -47,8 +47,8 @@ GRADIENT_ROWS = 4096
 GRADIENT_BYTES = 2**32
 
 # Positives of a query, on average and rounded up (from 33 on), from which on it is faster to find the place of a candidate on a
-# grid or among sorted positives than to compare it with each of them. RS@k of 16,384 items on an H200, in ms, comparing and on a grid: with 31
-# positives 9.2 and 10.1 ("high" 13.4 and 16.3), with 47 15.2 and 10.4 (19.2 and 16.8).
+# grid or among sorted positives than to compare it with each of them. RS@k of 16,384 items on an H200, in ms, comparing and on
+# a grid: with 31 positives 9.2 and 10.1 ("high" 13.4 and 16.3), with 47 15.2 and 10.4 (19.2 and 16.8).
 MANY_POSITIVES = 40
 
 # Tiles of candidates that a program adds to such places: few queries at a time, so that these stay in the cache.
