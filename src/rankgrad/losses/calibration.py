@@ -64,6 +64,11 @@ class CalibratedRankLoss(nn.Module):
         """See `RankLoss.clear_graphs`."""
         self.loss.clear_graphs()
 
+    def prepare_labels(self, labels: Any) -> None:
+        """See `RankLoss.prepare_labels`."""
+        if isinstance(self.loss, RankLoss):
+            self.loss.prepare_labels(labels)
+
     def forward(self, embeddings: Tensor, labels: Tensor, *, relevance: Relevance | None = None, **options: Any) -> Tensor:
         """Both terms of a batch; the rank loss takes `relevance` in place of the labels, and `options`."""
         value: Tensor = self.loss(embeddings, labels if relevance is None else relevance, **options)

@@ -258,6 +258,15 @@ class RankLoss(CompilableLoss):
         compute = Compute(self.normalize, self.backend, self.precision, self.cuda_graphs)
         return LossConfig(self.ranker, self.objective, Reduction(self.reduction, self.empty_query), compute)
 
+    def prepare_labels(self, labels: Any) -> None:
+        """Begin a call on a GPU whose labels are known before its embeddings, which then does not wait for these.
+
+        The number of positives is read back in a captured call. `LargeBatch` and `fit` call it before the model.
+        """
+        plain = isinstance(labels, Tensor) and labels.is_cuda and labels.dtype == torch.long and not labels.is_inference()
+        if plain and self.ignore_label is None:
+            self._graphs.begin((labels,))
+
     def clear_graphs(self) -> None:
         """Free the GPU memory of captured CUDA graphs, at the end of a training run for instance."""
         self._graphs.clear()

@@ -88,17 +88,37 @@ class Capture:
             with torch.cuda.graph(self.grad_graph, pool=pool, capture_error_mode="thread_local"):
                 (self.d_leaf,) = torch.autograd.grad(out, self.leaf, self.grad_out, retain_graph=True)
         self.held = built, out  # the graphs read and write their memory
+        self._begun: list[tuple[Tensor, Hashable]] = []
+
+    def begin(self, inputs: Inputs) -> None:
+        """Build the relevance of the next call ahead of it."""
+        self._build(inputs)
+        # held, so that no other tensor gets their memory meanwhile
+        self._begun = [(tensor, _place(tensor)) for tensor in inputs]
+
+    def has_begun(self, inputs: Inputs) -> bool:
+        """Whether `begin` was called with these very values."""
+        return bool(self._begun) and [place for _, place in self._begun] == [_place(tensor) for tensor in inputs]
+
+    def takes(self, inputs: Inputs) -> bool:
+        """Whether inputs have the shapes and types of the captured ones."""
+        return [(t.shape, t.dtype, t.device) for t in self.inputs] == [(t.shape, t.dtype, t.device) for t in inputs]
 
     def replay(self, leaf: Tensor, inputs: Inputs) -> list[int]:
         """Run a call and return its most positives of a query while the GPU is still working."""
-        _copy(self.inputs, inputs)
-        self.build_graph.replay()
-        self.known.record()
+        if not self.has_begun(inputs):
+            self._build(inputs)
+        self._begun = []
         self.leaf.detach().copy_(leaf)
         self.loss_graph.replay()
         self.known.synchronize()
         most: list[int] = self.most.tolist()
         return most
+
+    def _build(self, inputs: Inputs) -> None:
+        _copy(self.inputs, inputs)
+        self.build_graph.replay()
+        self.known.record()
 
     def gradient(self, grad_out: Tensor) -> Tensor:
         """Gradient of the leaf, in memory of its own."""
@@ -107,6 +127,12 @@ class Capture:
         self.grad_out.copy_(grad_out)
         self.grad_graph.replay()
         return self.d_leaf.clone()
+
+
+def _place(tensor: Tensor) -> Hashable:
+    """Where a tensor is, and a count of what was written to it; tensors of inference mode have none."""
+    version = None if tensor.is_inference() else tensor._version  # noqa: SLF001  torch has no public name for it
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version
 
 
 def _copy(static: Inputs, inputs: Inputs) -> None:
@@ -162,6 +188,12 @@ class GraphCache:
         """Free the memory of all captures. A capture whose loss still awaits its backward pass is freed after it."""
         self.free.clear()
         self.refused.clear()
+
+    def begin(self, inputs: Inputs) -> None:
+        """Build relevance for a call with these inputs that will follow, if it has been captured."""
+        capture = next((free[-1] for free in self.free.values() if free and free[-1].takes(inputs)), None)
+        if capture is not None:
+            capture.begin(inputs)
 
     def run(self, key: Hashable, leaf: Tensor, inputs: Inputs, program: GraphProgram) -> tuple[Tensor, ...] | None:
         """What `program.loss` returns, or None where the call must run as usual. Copy further outputs at once."""

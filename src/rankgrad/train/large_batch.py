@@ -215,6 +215,9 @@ class LargeBatch:
                 chunks.append(_GraphedChunk(graphs, partial(select_rows, images, cut, device), device, i))
             else:
                 chunks.append(_EagerChunk(partial(self._embed, images, cut, device), device, keep=i < kept))
+        prepare_labels = getattr(self.loss, "prepare_labels", None)
+        if callable(prepare_labels):
+            prepare_labels(labels)
         parts = []
         with self._agreed():
             for i, chunk in enumerate(chunks):

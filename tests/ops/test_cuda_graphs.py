@@ -1,0 +1,89 @@
+"""Which calls find their relevance built ahead; what a GPU does then is in the tests of the kernels."""
+
+import pytest
+import torch
+
+import rankgrad as rg
+from rankgrad.ops.cuda_graphs import Capture, GraphCache
+from rankgrad.train.large_batch import LargeBatch
+
+
+class Counted:
+    """A graph or an event that counts how often it was used."""
+
+    def __init__(self):
+        self.count = 0
+
+    def replay(self):
+        self.count += 1
+
+    record = synchronize = replay
+
+
+def capture_of(labels):
+    """A capture of a loss over `labels` without its graphs."""
+    capture = object.__new__(Capture)
+    capture.inputs, capture.leaf = (labels.clone(),), torch.zeros(len(labels), 2)
+    capture.build_graph, capture.loss_graph, capture.known = Counted(), Counted(), Counted()
+    capture.most, capture._begun = torch.tensor([3]), []
+    return capture
+
+
+def test_what_has_begun_is_not_built_again_and_only_once():
+    labels = torch.arange(4)
+    capture, embeddings = capture_of(torch.zeros(4, dtype=torch.long)), torch.randn(4, 2)
+    capture.begin((labels,))
+    assert capture.replay(embeddings, (labels.view(4),)) == [3]
+    assert (capture.build_graph.count, capture.loss_graph.count) == (1, 1)
+    assert torch.equal(capture.inputs[0], labels)
+    assert torch.equal(capture.leaf, embeddings)
+    capture.replay(embeddings, (labels,))
+    assert (capture.build_graph.count, capture.loss_graph.count) == (2, 2)
+
+
+@pytest.mark.parametrize("change", ["another tensor", "written to", "a part", "none begun"])
+def test_other_labels_are_built(change):
+    labels = torch.arange(8)
+    capture = capture_of(torch.zeros(4, dtype=torch.long))
+    given = labels[:4]
+    if change != "none begun":
+        capture.begin((given,))
+    if change == "another tensor":
+        given = given.clone()
+    elif change == "written to":
+        labels += 1
+    elif change == "a part":
+        given = labels[::2]
+    before = capture.build_graph.count
+    capture.replay(torch.randn(4, 2), (given,))
+    assert capture.build_graph.count == before + 1
+    assert torch.equal(capture.inputs[0], given)
+
+
+def test_a_call_begins_with_the_capture_that_it_will_use():
+    cache, labels = GraphCache(), torch.arange(4)
+    wrong, right, in_front = (capture_of(torch.zeros(n, dtype=torch.long)) for n in (5, 4, 4))
+    cache.free = {"a": [wrong], "b": [], "c": [in_front, right]}
+    cache.begin((labels,))
+    assert [capture.build_graph.count for capture in (wrong, in_front, right)] == [0, 0, 1]
+    assert right.has_begun((labels,))
+    cache.begin((torch.arange(9),))  # of which there is none
+
+
+def test_large_batch_tells_the_labels_before_the_model_runs():
+    said = []
+
+    class Told(rg.FastAPLoss):
+        def prepare_labels(self, labels):
+            said.append(labels)
+
+    class Model(torch.nn.Linear):
+        def forward(self, images):
+            said.append("model")
+            return super().forward(images)
+
+    labels = torch.arange(6) // 2
+    LargeBatch(Model(3, 2), Told(), 0)(torch.randn(6, 3), labels)
+    assert said[0] is labels
+    assert said[1:] == ["model"]
+    rg.FastAPLoss().prepare_labels(labels)  # on a CPU there is nothing to prepare
