@@ -21,22 +21,24 @@ Without --data, images of smoothed noise, 500 x 375 pixels, are written first. N
 """
 
 import argparse
+import itertools
 import json
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from benchmarks.chunk_rates import PER_CLASS, TRUNKS, ChunkCase, rate
+import rankgrad as rg
 from benchmarks.csv_rows import append_csv, text_table
 from benchmarks.measure import provenance
+from benchmarks.rate_cases import RateCase, all_cases
 from rankgrad._device import release_memory
 from rankgrad.data.image_batches import ImageBatches
 from rankgrad.data.image_files import ImageDecoder, map_images
@@ -46,55 +48,17 @@ from rankgrad.data.preprocessing import Augment
 from rankgrad.data.readers import read
 from rankgrad.data.samplers import ClassBalanced
 from rankgrad.models import Embedder, ModelSpec, build_model
+from rankgrad.train.settings import TrainSettings
+from rankgrad.train.train_step import TrainStep
 
 STAGES = ("decode", "augment", "bare", "step", "train", "metric-learning")
-MODELS = (("resnet50", 224), ("lite0", 112))
-# batches that pass the network as a whole, and (batch, images in a pass) of those in chunks
-WHOLE = (128, 400)
-IN_CHUNKS = ((400, 100), (4000, 400))
+PREPARING = ("decode", "augment")
+PER_CLASS = 4
+TRUNKS = {"resnet50": "resnet50", "lite0": "tf_efficientnet_lite0", "convnet": "convnet"}
 # images on disk: classes, images of a class, height; a batch of 4,000 has 4 of each class
 ON_DISK = (1000, 8, 375)
 # files of these with contents of their own, the others are links; and how many the rate of decoding is measured on
 DISTINCT, DECODED = 2000, 3000
-
-
-@dataclass(frozen=True)
-class RateCase(ChunkCase):
-    """One row of the table: a stage of a batch."""
-
-    stage: str = "step"
-
-    @property
-    def key(self) -> str:
-        return f"{self.stage} {self.model} {self.size} {self.batch} {self.cut}"
-
-    @property
-    def images_in_pass(self) -> int:
-        return self.chunk or self.batch
-
-
-def all_cases(
-    models: Sequence[tuple[str, int]] = MODELS,
-    whole: Sequence[int] = WHOLE,
-    in_chunks: Sequence[tuple[int, int]] = IN_CHUNKS,
-    *,
-    compiled: bool = False,
-) -> list[RateCase]:
-    """All rows, limits first and then what matters most; `compiled` are rows of the largest whole batch only."""
-    if compiled:
-        largest = [(model, size, whole[-1], 0, "auto", True) for model, size in models]
-        return [RateCase(*case, stage) for case in largest for stage in ("bare", "step")]
-    cuts = [(batch, 0, "auto") for batch in whole]
-    repeated, kept = ([(*cut, keep) for cut in in_chunks] for keep in ("none", "auto"))
-    passes = sorted({*whole, *(chunk for _, chunk in in_chunks)})
-    groups: list[tuple[str, list[tuple[int, int, str]]]] = [
-        ("decode", [(0, 0, "auto")]), ("augment", [(whole[-1], 0, "auto")]), ("bare", [(n, 0, "auto") for n in passes]),
-        ("step", cuts), ("train", cuts), ("step", repeated), ("train", repeated), ("step", kept), ("metric-learning", cuts),
-        ("train", kept),
-    ]  # fmt: skip
-    return [
-        RateCase(model, size, *cut, stage=stage) for stage, all_cuts in groups for model, size in models for cut in all_cuts
-    ]
 
 
 @dataclass(frozen=True)
@@ -203,8 +167,30 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def _step(case: RateCase, machine: Machine) -> Found:
-    found, _, said = rate(case, machine.device, steps=machine.steps_of(case.batch), warm_up=machine.warm_up)
-    return found, said
+    warm_up, steps = machine.warm_up, machine.steps_of(case.batch)
+    settings = TrainSettings(
+        steps=warm_up + steps,
+        precision="bf16" if machine.device.type == "cuda" else "float32",
+        chunk_size=case.chunk,
+        keep=0 if case.keep == "none" else "auto",
+        compile=case.compiled,
+    )
+    train_step = TrainStep(
+        _network(case), rg.RecallAtKLoss(), settings, None, steps_per_epoch=settings.steps, device=machine.device
+    )  # fmt: skip
+    train_step.train()
+    images = torch.randint(0, 256, (case.batch, 3, case.size, case.size), dtype=torch.uint8, device=machine.device)
+    indices, labels = torch.arange(case.batch), torch.arange(case.batch, device=machine.device) // PER_CLASS
+    said: list[str] = []
+    numbers = itertools.count()
+
+    def step() -> None:
+        number = next(numbers)
+        train_step(number, number, indices, images, labels, warn=lambda message, **_: said.append(message))
+
+    found = replace(machine, steps=steps).per_second(step, case.batch)
+    train_step.release()
+    return found, "; ".join(said)
 
 
 def _train(case: RateCase, machine: Machine) -> Found:
@@ -318,7 +304,8 @@ def rows_of(cases: Sequence[RateCase], machine: Machine) -> Iterator[dict[str, A
         yield {
             "stage": case.stage, "model": case.model, "pixels": case.size, "batch": case.batch, "cut": case.cut,
             "images_per_second": f"{found:.0f}" if found else "",
-            "of_bare": f"{found / limits[key]:.3f}" if found and limits.get(key) else "", "note": note,
+            "of_bare": f"{found / limits[key]:.3f}" if found and limits.get(key) and case.stage not in PREPARING else "",
+            "note": note,
         }  # fmt: skip
         release_memory(machine.device)
 

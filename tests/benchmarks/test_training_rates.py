@@ -1,7 +1,8 @@
 import csv
 
 import pytest
-from benchmarks.training_rates import _MEASURES, all_cases, main
+from benchmarks.rate_cases import all_cases
+from benchmarks.training_rates import _MEASURES, main
 
 
 def test_every_row_comes_after_the_limit_it_is_compared_with():
