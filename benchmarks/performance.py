@@ -40,6 +40,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.plot import ENDS
+from benchmarks.rate_cases import STAGES
 from rankgrad._files import replace_file
 from rankgrad._messages import markdown_table
 
@@ -231,9 +232,11 @@ def other_gpus(rows: Sequence[Row]) -> str:
 
 
 def rates(rows: Sequence[Row]) -> str:
-    """Rows by stage and cut, a column for each network; shares of the bare loop beside them."""
+    """Rows by stage, batch and cut, a column for each network; shares of the bare loop beside them."""
     networks = list(dict.fromkeys((row["model"], row["pixels"]) for row in rows))
-    stages = list(dict.fromkeys((row["stage"], row["batch"], row["cut"]) for row in rows))
+    stages = sorted(
+        {(row["stage"], row["batch"], row["cut"]) for row in rows}, key=lambda row: (STAGES.index(row[0]), int(row[1]), row[2])
+    )
     found = {(row["model"], row["pixels"], row["stage"], row["batch"], row["cut"]): row for row in rows}
     cells = []
     for stage, batch, cut in stages:
