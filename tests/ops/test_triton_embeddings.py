@@ -1,5 +1,7 @@
 """The fused kernels against float64: on a GPU where there is one, else in Triton's interpreter."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -82,6 +84,19 @@ def assert_as_good_as_float32(
 @pytest.mark.parametrize("ranker", RANKERS, ids=str)
 def test_a_batch_is_as_good_as_in_float32(ranker):
     assert_as_good_as_float32(ranker, *batch(150, 40))
+
+
+@pytest.mark.parametrize("tau", [0.01, 0.0075])
+def test_positives_too_far_apart_to_share_a_centre_are_counted_in_a_second_pass(tau):
+    embeddings, labels = batch(150, 40)
+    # the classes are opposites: some positives of a query lie near 1 and some near -1, and so do the others
+    embeddings = embeddings * torch.where(torch.arange(len(labels), device=DEVICE) % 2 == 0, 1.0, -1.0)[:, None]
+    unit = torch.nn.functional.normalize(embeddings)
+    positive = (labels[:, None] == labels).fill_diagonal_(False)
+    scores = unit @ unit.t()
+    spread = scores.masked_fill(~positive, -2).amax(dim=1) - scores.masked_fill(~positive, 2).amin(dim=1)
+    assert spread.amax() / tau / math.log(2) > 200 > spread[spread > 0].amin() / tau / math.log(2)
+    assert_as_good_as_float32(rg.Sigmoid(tau), embeddings, labels)
 
 
 @pytest.mark.parametrize("ranker", RANKERS, ids=str)

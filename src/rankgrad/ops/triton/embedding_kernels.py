@@ -160,11 +160,15 @@ def listed_positives_kernel(
 def count_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
     thresholds, counts, slopes, centres, first_row, num_rows, num_candidates, P, tiles_per_split,
-    MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    MODE: tl.constexpr, NEAR: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
     LISTED: tl.constexpr, RANK_SELF: tl.constexpr, ASM: tl.constexpr,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """counts[split, p, r], and slopes (SIGMOID, BOUND): the candidates of a split ahead of the p-th threshold of query r."""
+    """counts[split, p, r], and slopes (SIGMOID, BOUND): the candidates of a split ahead of the p-th threshold of query r.
+
+    NEAR: thresholds of a query that are too far apart to share a centre (SIGMOID) have another pass over the candidates and not
+    a loop of their own, with which the kernel would take twice as long to compile. For where two passes are enough.
+    """
     o_r = tl.program_id(0) * BM + tl.arange(0, BM)
     i_split = tl.program_id(1)
     o_m = first_row + o_r
@@ -174,9 +178,11 @@ def count_kernel(
     b_self = tl.load(self_index + o_m, mask=m_m, other=-1)
     first, last = _hidden_columns(b_start, b_stop, b_self)
     p_out = i_split.to(tl.int64) * P * num_rows + o_r
-    P, b_centre = begin_rows(thresholds, num_relevant, centres, o_m, o_r, m_m, num_rows, P, MODE, BM)
+    P, b_low, b_middle, parts = begin_rows(thresholds, num_relevant, centres, o_m, o_r, m_m, num_rows, P, MODE, BM)
+    passes = parts if NEAR else 1
     i_stop = tl.minimum((i_split + 1) * tiles_per_split, tl.cdiv(num_candidates, BN))
-    for i_n in range(i_split * tiles_per_split, i_stop):
+    for i in range(i_split * tiles_per_split * passes, i_stop * passes):
+        i_n = i // passes
         o_n = i_n * BN + tl.arange(0, BN)
         b_s = _scores(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
         if LISTED:
@@ -184,8 +190,8 @@ def count_kernel(
         elif ((i_n * BN < last) & ((i_n + 1) * BN > first)) | ((i_n + 1) * BN > num_candidates):
             b_s = _hide(b_s, b_start, b_stop, b_self, o_n, num_candidates, RANK_SELF)
         count_tile(
-            b_s, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
-            MODE, DELTA, SLOPE, OFFSET, SPLIT, ASM,
+            b_s, b_low, b_middle, i % passes, parts, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
+            MODE, NEAR, DELTA, SLOPE, OFFSET, SPLIT, ASM,
         )  # fmt: skip
 
 

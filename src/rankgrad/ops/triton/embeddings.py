@@ -25,7 +25,7 @@ from rankgrad.ops.triton.grids import MOST_CELLS, QueryGrids, cells_of_unit_vect
 from rankgrad.ops.triton.lowerings import BackwardArgs, CountArgs, Lowering
 from rankgrad.ops.triton.operands import Operands, Precision, operand_scale, padded
 from rankgrad.ops.triton.query_groups import QueryGroups
-from rankgrad.ops.triton.ranker_kernels import GRID, num_buckets
+from rankgrad.ops.triton.ranker_kernels import GRID, SHARED, SIGMOID, num_buckets
 from rankgrad.ops.triton.tiles import (
     BACKWARD_TILES,
     COUNT_TILES,
@@ -123,6 +123,7 @@ class FusedEmbeddingScores:
         self.scaled: dict[float, dict[str, Tensor]] = {}
         self.kept: list[tuple[Tensor, Tensor] | BucketTables | None] = []  # per row block what a lowering keeps of its counts
         self.asm = queries.is_cuda
+        self.normalized = normalized
         self.many_mode = partial(_many_mode, layout=layout, normalized=normalized)
         self.grids: QueryGrids | None = None
 
@@ -228,12 +229,17 @@ class FusedEmbeddingScores:
                 num_candidates=self.num_candidates,
                 P=width,
                 tiles_per_split=per_split,
+                NEAR=self._near(ops),
                 **ops.constants,
                 **self._constants,
                 **tile,
             )
         total = sums.sum(dim=1)
         return total[0].t().contiguous(), (total[1], centres) if ops.keeps_slopes else None
+
+    def _near(self, ops: Lowering[Any]) -> bool:
+        """Whether thresholds lie within two parts of length SHARED: scores of unit vectors are in [-1, 1]."""
+        return bool(ops.mode == SIGMOID) and self.normalized and 2.001 * ops.score_scale <= 2 * float(SHARED.value)
 
     def _scatter(self, ops: Lowering[Any], rows: slice, arguments: dict[str, Any]) -> None:
         tile = self._narrow_tile(MANY_POSITIVES)

@@ -8,9 +8,10 @@ versions of Triton and ptxas; a later process only loads it.
 import contextvars
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,18 +59,43 @@ def compile_together(kinds: frozenset[Hashable], call: Callable[[], object], dev
             _compiled.update(kinds)
 
 
-def _compile(call: Callable[[], object], device: torch.device) -> None:
-    found: list[Any] = []
+class Address:
+    """All that Triton asks of a tensor when it compiles; the tensor itself need not be kept."""
 
-    def compile_instead(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
-        found.append(kernel.warmup(grid=grid, **arguments))
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self.address, self.bytes = tensor.dtype, tensor.data_ptr(), tensor.untyped_storage().size()
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def ptr_range(self) -> int:
+        return self.bytes
+
+
+def _compile(call: Callable[[], object], device: torch.device) -> None:
+    launches: list[partial[Any]] = []
+
+    def note(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
+        bare = {name: Address(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+        launches.append(partial(kernel.warmup, grid=grid, **bare))
+        if len(launches) == 1:  # Triton prepares itself meanwhile
+            begun.append(pool.submit(on_device, launches[0]))
+
+    def on_device(function: Callable[[], Any]) -> Any:
+        with torch.cuda.device(device):
+            return function()
 
     def load(kernel: Any) -> None:
-        with torch.cuda.device(device):
-            _ = (kernel.result() if hasattr(type(kernel), "result") else kernel).run
+        on_device(lambda: (kernel.result() if hasattr(type(kernel), "result") else kernel).run)
 
+    begun: list[Future[Any]] = []
     # whatever goes wrong here goes wrong again in the call, which says so
     with suppress(Exception), torch.cuda.device(device), ThreadPoolExecutor() as pool:
-        with triton.AsyncCompileMode(pool), rehearsal(compile_instead):
+        with rehearsal(note):
             call()
+        begun[0].result()
+        # those of the most arguments take longest
+        launches.sort(key=lambda launch: -len(launch.keywords))
+        with triton.AsyncCompileMode(pool):
+            found = [launch() for launch in launches]
         list(pool.map(load, found))

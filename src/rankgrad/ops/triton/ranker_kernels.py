@@ -40,24 +40,16 @@ def num_buckets(num_thresholds: int) -> int:
     return min(int(BUCKETS_EACH.value) * num_thresholds, int(MOST_BUCKETS.value))
 
 
+# How far apart thresholds of a query may be, in units where the base is 2, to share a centre. A sigmoid of s - t needs
+# 2 ** (s - t) = 2 ** (s - centre) * 2 ** (centre - t), one power per score instead of one per threshold. That is exact while
+# |centre - t| <= 100: where either power is cut off the sigmoid is 0 or 1 in float32.
+SHARED = tl.constexpr(200.0)
+
+
 @triton.jit
 def _power(b_x):
     """2 ** x without overflow: beyond these ends a sigmoid is 0 or 1 in float32 whatever its threshold."""
     return tl.exp2(tl.minimum(tl.maximum(b_x, -126.0), 126.0))
-
-
-@triton.jit
-def _centre(b_low, b_high):
-    """The middle of a row's thresholds, or +inf for all rows if the thresholds of one are too far apart to be factored.
-
-    A sigmoid of s - t, in units where the base is 2, needs 2 ** (s - t) = 2 ** (s - centre) * 2 ** (centre - t), one power per
-    score instead of one per threshold. That is exact while |centre - t| <= 100: where either power is cut off the sigmoid is
-    0 or 1 in float32.
-    """
-    m_any = b_high >= b_low  # a row may have none
-    b_low = tl.where(m_any, b_low, 0.0)
-    b_high = tl.where(m_any, b_high, 0.0)
-    return tl.where(tl.max(b_high - b_low, 0) > 200.0, float("inf"), 0.5 * (b_low + b_high))
 
 
 @triton.jit
@@ -91,41 +83,71 @@ def _soft_step(
 
 @triton.jit
 def begin_rows(thresholds, num_relevant, centres, o_m, o_r, m_m, num_rows, P, MODE: tl.constexpr, BM: tl.constexpr):
-    """How many thresholds the rows of a tile have at most, and the centre of each row's (SIGMOID, stored too)."""
+    """How many thresholds the rows of a tile have at most; the lowest of each row and its centre (SIGMOID).
+
+    Also the parts of length SHARED that hold the thresholds of any row. Centres are stored, +inf if that is more than one.
+    """
     if MODE != RAMP:  # only the thresholds that a row of this tile has
         P = tl.max(tl.load(num_relevant + o_m, mask=m_m, other=0), 0)
-    b_centre = tl.zeros([BM], tl.float32)
+    b_low = tl.zeros([BM], tl.float32)
+    b_middle = b_low
+    parts = 1
     if MODE == SIGMOID:
-        b_low = tl.full([BM], float("inf"), tl.float32)
+        b_low += float("inf")
         b_high = tl.full([BM], float("-inf"), tl.float32)
         for p in range(P):
             b_t = tl.load(thresholds + tl.cast(p, tl.int64) * num_rows + o_r, mask=m_m, other=float("inf"))
             b_low = tl.minimum(b_low, b_t)
             b_high = tl.maximum(b_high, tl.where(b_t < float("inf"), b_t, float("-inf")))
-        b_centre = _centre(b_low, b_high)
-        tl.store(centres + o_r, b_centre, mask=m_m)
-    return P, b_centre
+        m_any = b_high >= b_low  # a row may have none
+        b_low = tl.where(m_any, b_low, 0.0)
+        b_high = tl.where(m_any, b_high, 0.0)
+        b_middle = 0.5 * (b_low + b_high)
+        spread = tl.max(b_high - b_low, 0)
+        parts = tl.where(spread > SHARED, tl.where(spread > 2 * SHARED, 3, 2), 1)  # more than two are not told apart
+        tl.store(centres + o_r, tl.where(parts > 1, float("inf"), b_middle), mask=m_m)
+    return P, b_low, b_middle, parts
 
 
 @triton.jit
 def count_tile(
-    b_s, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
-    MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    b_s, b_low, b_middle, i_pass, parts, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
+    MODE: tl.constexpr, NEAR: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
     PRECISE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Adds what of a tile is ahead of each threshold to the counts, and the slopes to theirs (SIGMOID, BOUND)."""
+    """Adds what of a tile is ahead of each threshold to the counts, and the slopes to theirs (SIGMOID, BOUND).
+
+    NEAR: of the thresholds in part i_pass.
+    """
     if (MODE == SIGMOID) or (MODE == BOUND):  # noqa: SIM109  # Triton has no `in`
         p_t = thresholds + o_r
         p_c = counts + p_out
         p_a = slopes + p_out
-        if MODE == BOUND:  # the line beyond delta needs the score, so that a power in place of it would save nothing
-            _count_soft(b_s, b_centre, p_t, p_c, p_a, m_m, num_rows, P, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM)
+        # in parts as long as each other, so that centres are near
+        b_length = (b_middle - b_low) * (2.0 / parts)
+        b_from = b_low + b_length * i_pass
+        b_until = tl.full(b_low.shape, float("inf"), tl.float32)
         # two loops and not one with a branch: either the score or its power is alive, and registers are scarce
-        elif tl.max(b_centre, 0) < float("inf"):
+        if NEAR:
+            b_until = tl.where(i_pass < parts - 1, b_low + b_length * (i_pass + 1), b_until)
+            b_centre = b_middle + b_length * (i_pass - (parts - 1) * 0.5)
             b_e = _power(b_s - b_centre[:, None])
-            _count_soft(b_e, b_centre, p_t, p_c, p_a, m_m, num_rows, P, MODE, DELTA, SLOPE, OFFSET, True, PRECISE, ASM)
+            _count_soft(
+                b_e, b_centre, p_t, p_c, p_a, m_m, b_from, b_until, num_rows, P, MODE, DELTA, SLOPE, OFFSET, True, PRECISE, ASM
+            )
+        elif MODE == BOUND:  # the line beyond delta needs the score, so that a power in place of it would save nothing
+            _count_soft(
+                b_s, b_middle, p_t, p_c, p_a, m_m, b_from, b_until, num_rows, P, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM
+            )
+        elif parts == 1:
+            b_e = _power(b_s - b_middle[:, None])
+            _count_soft(
+                b_e, b_middle, p_t, p_c, p_a, m_m, b_from, b_until, num_rows, P, MODE, DELTA, SLOPE, OFFSET, True, PRECISE, ASM
+            )
         else:
-            _count_soft(b_s, b_centre, p_t, p_c, p_a, m_m, num_rows, P, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM)
+            _count_soft(
+                b_s, b_middle, p_t, p_c, p_a, m_m, b_from, b_until, num_rows, P, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM
+            )
     else:
         for p in range(P):
             p_p = tl.cast(p, tl.int64) * num_rows
@@ -140,11 +162,14 @@ def count_tile(
 
 @triton.jit
 def _count_soft(
-    b_x, b_centre, p_t, p_c, p_a, m_m, stride, P,
+    b_x, b_centre, p_t, p_c, p_a, m_m, b_from, b_until, stride, P,
     MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
     FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile's sum of soft steps and of their slopes to what the program has of its rows."""
+    """Adds a tile's sum of soft steps and of their slopes to what the program has of its rows.
+
+    FACTORED: for thresholds from b_from to b_until.
+    """
     b_next = tl.load(p_t, mask=m_m, other=float("inf"))
     for p in range(P):
         b_t = b_next
@@ -155,8 +180,9 @@ def _count_soft(
         b_ahead, b_steep = _soft_step(
             b_x, b_centre[:, None], b_t[:, None], MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM
         )  # fmt: skip
-        tl.store(p_c, b_count + tl.sum(b_ahead, 1), mask=m_m)
-        tl.store(p_a, b_slope + tl.sum(b_steep, 1), mask=m_m)
+        m_now = m_m & (b_t >= b_from) & (b_t < b_until) if FACTORED else m_m
+        tl.store(p_c, b_count + tl.sum(b_ahead, 1), mask=m_now)
+        tl.store(p_a, b_slope + tl.sum(b_steep, 1), mask=m_now)
         p_c += stride
         p_a += stride
 
