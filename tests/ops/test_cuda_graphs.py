@@ -87,3 +87,23 @@ def test_large_batch_tells_the_labels_before_the_model_runs():
     assert said[0] is labels
     assert said[1:] == ["model"]
     rg.FastAPLoss().prepare_labels(labels)  # on a CPU there is nothing to prepare
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_call_that_was_begun_gives_the_same_bits_on_a_gpu():
+    ahead, plain = rg.RecallAtKLoss(), rg.RecallAtKLoss()
+    for seed in range(6):
+        torch.manual_seed(seed)
+        labels = torch.randint(0, 40, (256,), device="cuda")
+        data = torch.randn(256, 64, device="cuda")
+        values, gradients = [], []
+        for loss in (ahead, plain):
+            embeddings = data.clone().requires_grad_()
+            if loss is ahead and seed != 4:
+                loss.prepare_labels(labels if seed != 3 else labels.flip(0))  # of another call: built again
+            value = loss(embeddings, labels)
+            value.backward()
+            values.append(value.detach())
+            gradients.append(embeddings.grad)
+        assert torch.equal(*values)
+        assert torch.equal(*gradients)

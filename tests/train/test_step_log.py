@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+import torch
 from torch import nn
 from train.tiny_loop import Vectors, network, remembering
 
@@ -100,3 +101,26 @@ class NaNAt(nn.Module):
 def test_embeddings_that_are_nan_are_reported_and_not_their_diagnostics(tmp_path, late, loss):
     with pytest.raises(TrainingError, match=r"step 3: .* (is|are) (nan|inf|NaN)"):
         journal(tmp_path, model=NaNAt(3), loss=loss())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "loss", [rg.RecallAtKLoss, functools.partial(rg.RecallAtKLoss, learn_tau=True)], ids=["plain", "learned"]
+)
+def test_entries_on_a_gpu_come_in_order_and_are_those_of_a_run_that_waits(tmp_path, monkeypatch, loss):
+    def steps(folder):
+        torch.manual_seed(0)
+        settings = TrainSettings(epochs=3, lr=1e-2, log_every=2, keep=0)
+        fit(network(dropout=0.0), loss(), Vectors(), settings, folder, device="cuda")
+        lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
+        return [line for line in lines if line["kind"] == "step"]
+
+    beside = steps(tmp_path / "beside")
+    monkeypatch.setattr(StepLog, "_runs_beside", lambda self, loss: False)
+    waiting = steps(tmp_path / "waiting")
+    assert [entry["step"] for entry in beside] == [1, 2, 4, 6, 8, 10, 12, 14, 15]
+    for ours, theirs in zip(beside, waiting, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ("loss", "gradient", "batch_mAP", "spread", "effective_rank", "pairs_with_gradient"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
