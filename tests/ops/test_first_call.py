@@ -171,7 +171,7 @@ def test_a_kind_of_call_is_compiled_once_and_loaded_by_other_threads(gpu):
     embeddings, labels = batch(4)
     loss = rg.RamboAPLoss(backend="triton", precision="fast", cuda_graphs=False)
     for _ in range(2):
-        loss(embeddings, labels).backward()
+        loss(embeddings, labels)
     assert sorted(set(gpu.names)) == sorted(EMBEDDINGS | {"count_kernel"} | BLACKBOX)
     assert gpu.names.count("count_kernel") == 1
     assert {name for name, _ in gpu.loaded} == set(gpu.names)
@@ -233,13 +233,57 @@ print(*sorted(compiled))
 """
 
 
+def without_interpreter(script, **environment):
+    """What a script prints in a process whose kernels are Triton's own."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=inherited | environment)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
 def test_triton_compiles_them_in_threads(tmp_path):
     if not hasattr(triton, "AsyncCompileMode"):
         pytest.skip("this Triton compiles one kernel after the other")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_GPU]
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.strip() == "('normalize_bwd_kernel', False) ('normalize_kernel', False)"
+    compiled = without_interpreter(WITHOUT_GPU, TRITON_CACHE_DIR=str(tmp_path))
+    assert compiled == "('normalize_bwd_kernel', False) ('normalize_kernel', False)"
     assert len(list(tmp_path.rglob("*.cubin"))) == 2
+
+
+OTHER_SIZES = """
+import os
+import torch
+import rankgrad as rg
+import rankgrad.ops.triton.embeddings
+from rankgrad.ops.rehearsal import rehearsal
+
+os.environ["TRITON_INTERPRET"] = "1"  # now that kernels are made, they may be called on a CPU
+found = {}
+
+def variant(parameter, value):
+    if parameter.is_constexpr:
+        return str(value)
+    if isinstance(value, torch.Tensor):
+        told_apart = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+        return value.dtype, told_apart and value.data_ptr() % 16
+    return type(value), isinstance(value, int) and not parameter.do_not_specialize and (value == 1, value % 16 == 0)
+
+def note(kernel, grid, arguments):
+    variants = tuple(variant(parameter, arguments.get(parameter.name)) for parameter in kernel.params)
+    found.setdefault((loss, per_class, precision, kernel.fn), {}).setdefault(variants, items)
+
+for loss in (rg.RecallAtKLoss(), rg.FastAPLoss(), rg.RamboAPLoss()):
+    for precision in ("fast", "high"):
+        for per_class in (4, 40):
+            for items in (96, 100, 257, 2048, 2050):
+                made = type(loss)(backend="triton", precision=precision)
+                with rehearsal(note):
+                    made(torch.randn(items, 64, requires_grad=True), torch.arange(items) // per_class)
+for (loss, per_class, precision, kernel), variants in found.items():
+    if len(set(variants.values())) > 1:
+        print(f"{loss.name}, {precision}, {per_class} per class: {kernel.__name__} compiled anew at", *variants.values())
+"""
+
+
+def test_another_batch_size_compiles_nothing():
+    assert without_interpreter(OTHER_SIZES) == ""

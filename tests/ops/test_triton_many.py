@@ -145,3 +145,15 @@ def test_grids_are_used_where_they_fit_and_pay_off(monkeypatch, ranker, normaliz
     with torch.no_grad():
         loss(*batch([4, 10]))
     assert bool(made) == wanted
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("precision", ["fast", "high"])
+@pytest.mark.parametrize("ranker", [rg.Sigmoid(0.3), rg.Blackbox(20.0, 0.02), rg.Histogram(5)], ids=str)
+def test_nan_among_many_positives_is_seen(ranker, precision):
+    embeddings, labels = batch([5, 9, 1])
+    embeddings[labels == 1] = torch.where(torch.arange(9, device=DEVICE)[:, None] == 4, torch.nan, embeddings[labels == 1])
+    loss = rg.RankLoss(ranker, rg.AveragePrecision(), backend="triton", precision=precision, cuda_graphs=False)
+    value, gradient = run(loss, embeddings, labels)
+    assert value.isnan()
+    assert gradient.isnan().any()

@@ -23,11 +23,12 @@ from rankgrad.ops.triton.ranker_kernels import GRID, backward_tile, begin_rows, 
 # Neither the value of these arguments nor the alignment of these arrays makes the code better, and each case that Triton
 # tells apart (1, a multiple of 16, aligned) is seconds of compiling at the next batch size.
 SIZES = (
-    *("P", "row_p", "column_p", "num_rows", "num_candidates", "num_columns", "pass_rows", "first_row", "first_column"),
-    *("last_written", "tiles_per_split", "bits", "count_bits"),
+    *("P", "row_p", "column_p", "num_rows", "num_candidates", "num_columns", "pass_rows", "first_row", "first_column", "items"),
+    *("last_written", "tiles_per_split", "splits", "size", "bits", "count_bits"),
 )
 PER_QUERY = (
-    *("start", "stop", "self_index", "num_relevant", "thresholds", "counts", "slopes", "centres"),
+    *("start", "stop", "self_index", "first_partner", "last_partner", "num_relevant"),
+    *("thresholds", "counts", "slopes", "centres"),
     *(f"{role}_{name}" for role in ("row", "column") for name in ("t", "w", "extra", "reached")),
 )
 
@@ -291,7 +292,7 @@ def backward_kernel(
         tl.store(low + p_g, ((b_g - b_high.to(tl.float32)) * 2048.0).to(tl.float16), mask=m_g)
 
 
-@kernel()
+@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
 def gather_kernel(
     partners, partner_order, d_positives, offset, start, self_index, first_partner, last_partner, product, product_scale,
     product_width, order, out, items, d,

@@ -107,7 +107,7 @@ def moment_kernel(moments, total, bits, count_bits, WIDE: tl.constexpr, BLOCK: t
         tl.store(p_m + 1, packed(b_m2 * (STEP * STEP / 2), b_m3 * (STEP * STEP * STEP / 6)), mask=o < total)
 
 
-@kernel(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=("num_relevant",))
 def collect_kernel(
     thresholds, num_relevant, begins, used, moments, counts, slopes, first_row, num_rows, from_row, moment_row, P, cells,
     WIDE: tl.constexpr, ASM: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
@@ -156,7 +156,7 @@ def collect_kernel(
     tl.store(slopes + o_t, tl.sum(b_slope, 0), mask=o_p < P)
 
 
-@kernel(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=("num_relevant",))
 def table_kernel(
     thresholds, weights, num_relevant, begins, used, table, first_row, num_rows, P, cells,
     ASM: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,

@@ -93,7 +93,7 @@ def _first_in(descending, top, per_score, bucket, BUCKETS, P, steps):
     return low
 
 
-@kernel(do_not_specialize=SIZES)
+@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=("num_relevant",))
 def table_kernel(
     descending, num_relevant, rows, bucket_map, begin, P, BUCKETS, steps, blocks,
     MAKE_MAP: tl.constexpr, BLOCK: tl.constexpr,
