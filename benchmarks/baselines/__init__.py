@@ -4,6 +4,7 @@
     chunked     row chunks, so that memory is bounded
     sorts       RaMBO's ranks by sorting
     libraries   pytorch-metric-learning
+    floors      no loss at all: what none in plain torch can do without on a CPU
 
 All take embeddings [N, d] and labels [N] of a class-balanced batch (`per_class` of every class, in any order), normalise the
 embeddings, and return the mean loss over the queries, with the settings of `benchmarks.presets`. They differ in how they get
@@ -14,8 +15,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.baselines.chunked import Formulation, symmetric_products
+from benchmarks.baselines.chunked import Formulation
 from benchmarks.baselines.dense import compiled, dense_fast_ap, dense_recall_at_k, dense_smooth_ap, loop_recall_at_k
+from benchmarks.baselines.floors import histogram_operators, sigmoid_operators, symmetric_products
 from benchmarks.baselines.libraries import library_fast_ap, library_smooth_ap
 from benchmarks.baselines.sorts import sorted_rambo_ap, sorted_rambo_recall
 from benchmarks.presets import BINS
@@ -38,6 +40,9 @@ class Baseline:
 
 
 SAMPLED_QUERIES = 128
+ONE_TILE = 2**20
+PRODUCTS = "the matrix products alone, no loss"
+OPERATORS = "the matrix products and operators on tiles in the cache, no loss"
 
 BASELINES = (
     Baseline("recall_at_k", "dense", dense_recall_at_k, lambda n, p: (2 * p + 5) * n * n),
@@ -49,8 +54,10 @@ BASELINES = (
         lambda n, p: (2 * p + 5) * n * n,
         sample=functools.partial(loop_recall_at_k, queries=SAMPLED_QUERIES),
     ),
-    Baseline("recall_at_k", "products", symmetric_products, lambda n, p: 2**18, differs="the matrix products alone, no loss"),
+    Baseline("recall_at_k", "products", symmetric_products, lambda n, p: ONE_TILE, differs=PRODUCTS),
+    Baseline("recall_at_k", "operators", sigmoid_operators, lambda n, p: ONE_TILE, differs=OPERATORS),
     Baseline("smooth_ap", "dense", dense_smooth_ap, lambda n, p: (2 * p + 5) * n * n),
+    Baseline("smooth_ap", "operators", sigmoid_operators, lambda n, p: ONE_TILE, differs=OPERATORS),
     Baseline("smooth_ap", "dense-compiled", compiled(dense_smooth_ap), lambda n, p: 6 * n * n),
     Baseline(
         "smooth_ap",
@@ -60,6 +67,7 @@ BASELINES = (
         differs="other ranks: takes rows as class by class, as many classes as members",
     ),
     Baseline("fast_ap", "dense", dense_fast_ap, lambda n, p: (3 * (BINS + 1) + 4) * n * n),
+    Baseline("fast_ap", "operators", histogram_operators, lambda n, p: ONE_TILE, differs=OPERATORS),
     Baseline("fast_ap", "dense-compiled", compiled(dense_fast_ap), lambda n, p: 6 * n * n),
     Baseline("fast_ap", "pml", library_fast_ap, lambda n, p: (4 * (BINS + 1) + 7) * n * n),
     Baseline("rambo_recall", "sorted-rows", sorted_rambo_recall, lambda n, p: 12 * n * n),

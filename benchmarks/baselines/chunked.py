@@ -282,35 +282,3 @@ def products_only(queries: Tensor, candidates: Tensor, rows: int) -> tuple[Tenso
         torch.mm(scores, candidates, out=d_queries[begin : begin + rows])
         torch.mm(scores.T, some, out=d_candidates)
     return d_queries, d_candidates
-
-
-class _SymmetricProducts(torch.autograd.Function):
-    """The products of a batch with itself on a CPU: a score of each pair once, 3 N^2 d operations in all."""
-
-    SIDE = 512
-
-    @staticmethod
-    def forward(ctx: Any, embeddings: Tensor) -> Tensor:
-        tile = embeddings.new_empty(_SymmetricProducts.SIDE, _SymmetricProducts.SIDE)
-        blocks = embeddings.split(_SymmetricProducts.SIDE)
-        for i, rows in enumerate(blocks):
-            for columns in blocks[i:]:
-                torch.mm(rows, columns.t(), out=tile[: len(rows), : len(columns)])
-        ctx.save_for_backward(embeddings, tile)
-        return tile.sum()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_output: Tensor) -> Tensor:
-        embeddings, tile = ctx.saved_tensors
-        blocks = embeddings.split(_SymmetricProducts.SIDE)
-        gradient = torch.zeros_like(embeddings)
-        for rows, into in zip(blocks, gradient.split(_SymmetricProducts.SIDE), strict=True):
-            for columns in blocks:
-                into.addmm_(tile[: len(rows), : len(columns)], columns)
-        return gradient
-
-
-def symmetric_products(embeddings: Tensor, labels: Tensor, per_class: int) -> Tensor:
-    """What every loss of a batch against itself has to multiply; the result means nothing."""
-    found: Tensor = _SymmetricProducts.apply(embeddings)
-    return found

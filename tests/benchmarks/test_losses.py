@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import losses, presets
-from benchmarks.baselines import BASELINES, dense, dense_baseline, libraries, sorts
+from benchmarks.baselines import BASELINES, dense, dense_baseline, floors, libraries, sorts
 from benchmarks.csv_rows import append_csv, text_table
 from benchmarks.measure import Timing, peak_memory, share_of_others, timed_in_turns
 from benchmarks.synthetic import hard_batch
@@ -122,6 +122,30 @@ def test_a_sample_of_the_loop_is_the_loss_of_those_queries():
 
 ARGUMENTS = ["--losses", "recall_at_k", "--formulations", "ours,dense", "--sizes", "64", "--dim", "32"]
 ARGUMENTS += ["--seconds", "0.01", "--device", "cpu"]
+
+
+def test_a_floor_visits_every_pair_of_blocks_in_both_passes(monkeypatch):
+    monkeypatch.setattr(floors, "SIDE", 12)
+    visited = []
+    counted, differentiated = (
+        lambda tiles, name=name: visited.append((name, tiles.relevant)) for name in ("count", "gradient")
+    )
+    value, gradient = value_and_gradient(lambda *batch: floors.floor(counted, differentiated, *batch))
+    assert visited == [("count", 2)] * 9 + [("gradient", 2)] * 9
+    embeddings = hard_batch(36, 16, 3, dtype=torch.float64)[0]
+    last = embeddings[24:] @ embeddings[24:].t()
+    assert torch.allclose(value, last.sum())
+    assert torch.allclose(gradient, embeddings.sum(dim=0).expand_as(gradient))  # tiles of ones
+
+
+@pytest.mark.parametrize("name", ["products", "operators"])
+def test_floors_run_on_a_last_block_that_is_shorter(name, monkeypatch):
+    monkeypatch.setattr(floors, "SIDE", 16)
+    chosen = [baseline for baseline in BASELINES if baseline.name == name]
+    assert chosen
+    for baseline in chosen:
+        assert baseline.differs
+        value_and_gradient(baseline.function)
 
 
 def test_the_command_prints_and_records(tmp_path, capsys):
