@@ -32,9 +32,11 @@ from rankgrad.losses.recall import (
 from rankgrad.losses.simix import SiMix
 from rankgrad.losses.two_towers import both_ways
 from rankgrad.ops.autograd import Ranks
+from rankgrad.ops.exact_rankers import Blackbox, Exact
+from rankgrad.ops.histogram_ranker import Histogram
 from rankgrad.ops.levels import Levels
 from rankgrad.ops.pairs import Pairs
-from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Sigmoid, UpperBound
+from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
 from rankgrad.train.large_batch import LargeBatch
 from rankgrad.train.loop import fit
 from rankgrad.train.settings import TrainSettings

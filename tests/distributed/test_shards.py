@@ -15,7 +15,7 @@ from rankgrad.data.image_store import ImageBuffer
 from rankgrad.data.preprocessing import Augment
 from rankgrad.data.samplers import Sequential
 from rankgrad.eval import evaluate, evaluate_sharded
-from rankgrad.ops import sources
+from rankgrad.ops import tile_layout
 from rankgrad.train.loop import fit
 from rankgrad.train.processes import Processes, join
 from rankgrad.train.settings import TrainSettings
@@ -24,7 +24,7 @@ from rankgrad.train.sharding import check_batch_norm_is_synchronised
 
 @pytest.fixture(params=[512, 7], ids=["one tile", "many tiles"])
 def tiles(request, monkeypatch):
-    monkeypatch.setattr(sources, "tile_side", lambda device: request.param)
+    monkeypatch.setattr(tile_layout, "tile_side", lambda device: request.param)
 
 
 @pytest.mark.usefixtures("tiles")

@@ -34,7 +34,7 @@ def one_call(loss, a, b, kind):
 @pytest.mark.parametrize("ranker", RANKERS)
 def test_both_ways_are_two_calls(ranker, kind, way, monkeypatch):
     if way == "tiles":
-        monkeypatch.setattr("rankgrad.ops.sources.tile_side", lambda device: 4)
+        monkeypatch.setattr("rankgrad.ops.tile_layout.tile_side", lambda device: 4)
     options = {"backend": "reference" if way == "reference" else "auto"}
     upstream = torch.tensor(1.5, dtype=torch.double)
     for reduction in ("mean", "none"):
@@ -47,7 +47,7 @@ def test_both_ways_are_two_calls(ranker, kind, way, monkeypatch):
 
 @pytest.mark.parametrize("empty_query", ["skip", "zero"])
 def test_the_weights_make_the_mean(empty_query, monkeypatch):
-    monkeypatch.setattr("rankgrad.ops.sources.tile_side", lambda device: 4)
+    monkeypatch.setattr("rankgrad.ops.tile_layout.tile_side", lambda device: 4)
     both = {kind: rg.both_ways(rg.SmoothAPLoss(reduction=kind, empty_query=empty_query)) for kind in ("mean", "none")}
     mean, losses = both["mean"](A, B, IDS, B_IDS), both["none"](A, B, IDS, B_IDS)
     torch.testing.assert_close((losses * both["none"].query_weights).sum(), mean)
@@ -57,7 +57,7 @@ def test_the_weights_make_the_mean(empty_query, monkeypatch):
 
 def test_products_are_shared(monkeypatch):
     """Scores are computed once: half of the products that two calls make."""
-    monkeypatch.setattr("rankgrad.ops.sources.tile_side", lambda device: 4)
+    monkeypatch.setattr("rankgrad.ops.tile_layout.tile_side", lambda device: 4)
     seen = []
     tiles = EmbeddingScores._tile_pairs
 

@@ -45,7 +45,7 @@ def test_nan_in_gives_nan_out_and_a_nan_gradient(name, backend, reduction):
 @each_loss
 @pytest.mark.parametrize("tile", [512, 4])
 def test_a_nan_among_references_or_scores_is_seen_too(name, tile, monkeypatch):
-    monkeypatch.setattr("rankgrad.ops.sources.tile_side", lambda device: tile)
+    monkeypatch.setattr("rankgrad.ops.tile_layout.tile_side", lambda device: tile)
     x, labels = batch()
     bad = x.clone()
     bad[7] = torch.nan

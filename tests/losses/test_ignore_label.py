@@ -26,7 +26,7 @@ def value_and_gradient(loss, x, *arguments, **options) -> tuple[torch.Tensor, to
 @pytest.mark.parametrize("make", LOSSES)
 @pytest.mark.parametrize("tile", [512, 5])
 def test_a_distractor_is_a_class_of_one(make, tile, monkeypatch):
-    monkeypatch.setattr("rankgrad.ops.sources.tile_side", lambda device: tile)
+    monkeypatch.setattr("rankgrad.ops.tile_layout.tile_side", lambda device: tile)
     x, labels, alone = batch()
     ours, plain = make(ignore_label=-1), make()
     torch.testing.assert_close(value_and_gradient(ours, x, labels), value_and_gradient(plain, x, alone))

@@ -76,7 +76,7 @@ def test_levels_are_a_matrix_of_gains(ranker, objective, way, monkeypatch):
     score, want = (rg.HierarchicalAveragePrecision(), hierarchical_ap) if objective == "hierarchical" else OBJECTIVES["ndcg"]
     theirs = Spy(theirs) if objective == "hierarchical" else theirs
     if way == "tiles":
-        monkeypatch.setattr("rankgrad.ops.sources.tile_side", lambda device: 3)
+        monkeypatch.setattr("rankgrad.ops.tile_layout.tile_side", lambda device: 3)
     loss = rg.RankLoss(mine, score, backend="reference" if way == "reference" else "tiled")
     for seed in range(3):
         batch = Batch(sizes=(1,), seed=seed, tied=False)
@@ -150,7 +150,7 @@ def test_memory_and_parts_with_levels():
 @pytest.mark.parametrize("tile", [None, 4])
 def test_simix_mixes_items_of_the_finest_class(tile, monkeypatch):
     if tile:
-        monkeypatch.setattr("rankgrad.ops.sources.tile_side", lambda device: tile)
+        monkeypatch.setattr("rankgrad.ops.tile_layout.tile_side", lambda device: tile)
     labels = torch.tensor([[0, 0], [0, 1], [0, 0], [1, 0], [1, 0], [0, 0]])
     x = torch.nn.functional.normalize(torch.randn(6, 4, dtype=torch.double))
     loss = rg.RankLoss(rg.Sigmoid(0.1), rg.HierarchicalAveragePrecision())

@@ -24,7 +24,7 @@ from losses.memory_of_relevance import bytes_taken
 from torch import Tensor, nn
 
 import rankgrad as rg
-from rankgrad.ops import pairs as pairs_module
+from rankgrad.ops.pair_relevance import PairLists
 
 quick = settings(derandomize=True, deadline=None, max_examples=3, database=None)
 # what an objective makes of the ranks is the same for all kinds of relevance; NDCG sees the gains
@@ -82,7 +82,7 @@ def test_pairs_are_the_dense_matrix(ranker, objective, way, batch):
 
     with pytest.MonkeyPatch.context() as patch:
         if way == "tiles":
-            patch.setattr("rankgrad.ops.sources.tile_side", lambda device: 1 + batch.seed % 4)
+            patch.setattr("rankgrad.ops.tile_layout.tile_side", lambda device: 1 + batch.seed % 4)
             patch.setattr("rankgrad.ops.thresholds.FEW_THRESHOLDS", 48 * (batch.seed % 2))
         itself = torch.arange(9)
         pairs, matrix = some_pairs(batch, 9, 9, itself, 0.4)
@@ -258,7 +258,7 @@ def test_expanding_labels_takes_no_matrix(monkeypatch):
     labels = torch.randint(10_000, (30_000, 2), generator=torch.Generator().manual_seed(0)).tolist()
     pairs = rg.Pairs.from_multilabel(labels)
     assert 100_000 < len(pairs.query) < 500_000
-    monkeypatch.setattr(pairs_module.PairLists, "dense", lambda self: pytest.fail("a dense matrix"))
+    monkeypatch.setattr(PairLists, "dense", lambda self: pytest.fail("a dense matrix"))
     lists = pairs.of_batch(30_000, None, caller="test").build()
     assert sum(t.numel() for t in vars(lists).values() if isinstance(t, Tensor)) < 2_000_000
 

@@ -5,7 +5,7 @@ import torch
 from losses.combinations import RANKERS
 
 import rankgrad
-from rankgrad.ops import sources
+from rankgrad.ops import sources, tile_layout, tiled_source
 from rankgrad.ops.autograd import PositiveScores
 from rankgrad.ops.labels import Labels
 
@@ -14,7 +14,7 @@ each_ranker = pytest.mark.parametrize("ranker", RANKERS)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(sources, "tile_side", lambda device: 16)
+    monkeypatch.setattr(tile_layout, "tile_side", lambda device: 16)
 
 
 def batch(items=75, dim=12, spread=1.0):
@@ -38,9 +38,9 @@ def relative_error(found, wanted):
 def test_kept_tiles_change_no_bit(ranker, monkeypatch):
     loss = rankgrad.RankLoss(RANKERS[ranker][0], rankgrad.AveragePrecision())
     kept = value_and_gradient(loss, *batch())
-    monkeypatch.setattr(sources, "KEPT_BYTES", 3 * 16 * 16 * 4)  # the first three tiles
+    monkeypatch.setattr(tiled_source, "KEPT_BYTES", 3 * 16 * 16 * 4)  # the first three tiles
     some = value_and_gradient(loss, *batch())
-    monkeypatch.setattr(sources, "KEPT_BYTES", 0)
+    monkeypatch.setattr(tiled_source, "KEPT_BYTES", 0)
     none = value_and_gradient(loss, *batch())
     for found in (some, none):
         assert torch.equal(found[0], kept[0])
@@ -48,9 +48,9 @@ def test_kept_tiles_change_no_bit(ranker, monkeypatch):
 
 
 def test_no_more_is_kept_than_allowed(monkeypatch):
-    monkeypatch.setattr(sources, "KEPT_BYTES", 5 * 16 * 16 * 4)
+    monkeypatch.setattr(tiled_source, "KEPT_BYTES", 5 * 16 * 16 * 4)
     held = []
-    backward = sources.TiledSource.backward
+    backward = tiled_source.TiledSource.backward
 
     def watched(source, *args):
         held.append(sum(tile.numel() * tile.element_size() for tile in source.kept.values()))
@@ -58,7 +58,7 @@ def test_no_more_is_kept_than_allowed(monkeypatch):
         held.append(len(source.kept))
         return result
 
-    monkeypatch.setattr(sources.TiledSource, "backward", watched)
+    monkeypatch.setattr(tiled_source.TiledSource, "backward", watched)
     value_and_gradient(rankgrad.SmoothAPLoss(), *batch())
     assert 4 * 16 * 16 * 4 <= held[0] <= 5 * 16 * 16 * 4
     assert held[1] == 0
@@ -66,7 +66,7 @@ def test_no_more_is_kept_than_allowed(monkeypatch):
 
 def test_without_a_gradient_nothing_is_kept(monkeypatch):
     made = []
-    monkeypatch.setattr(sources.TiledSource, "__init__", _recording(sources.TiledSource.__init__, made))
+    monkeypatch.setattr(tiled_source.TiledSource, "__init__", _recording(tiled_source.TiledSource.__init__, made))
     embeddings, labels = batch()
     rankgrad.SmoothAPLoss()(embeddings, labels)
     assert len(made) == 1

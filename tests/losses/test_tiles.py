@@ -26,7 +26,7 @@ each_pair = pytest.mark.parametrize(("ranker", "objective"), PAIRS)
 
 def small_tiles(patch: pytest.MonkeyPatch, batch: Batch) -> None:
     """Tiles of 1 to 4 rows, and every other time the path for many relevant items."""
-    patch.setattr("rankgrad.ops.sources.tile_side", lambda device: 1 + batch.seed % 4)
+    patch.setattr("rankgrad.ops.tile_layout.tile_side", lambda device: 1 + batch.seed % 4)
     patch.setattr("rankgrad.ops.thresholds.FEW_THRESHOLDS", 48 * (batch.seed % 2))
 
 

@@ -35,7 +35,7 @@ def test_weights_in_the_mean(ranker, batch):
 @pytest.mark.parametrize("tile", [512, 3])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_single_losses_and_their_weights_make_the_mean(ranker, backend, tile, weighted, monkeypatch):
-    monkeypatch.setattr("rankgrad.ops.sources.tile_side", lambda device: tile)
+    monkeypatch.setattr("rankgrad.ops.tile_layout.tile_side", lambda device: tile)
     labels = MIXED.labels()
     weights = weights_of(MIXED, len(labels)) if weighted else None
     results = []

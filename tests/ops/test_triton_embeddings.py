@@ -9,7 +9,7 @@ from torch import Tensor
 import rankgrad as rg
 from rankgrad.ops import relevance
 from rankgrad.ops.labels import IntervalRelevance
-from rankgrad.ops.rankers import Sigmoid, UpperBound
+from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
 
 pytest.importorskip("triton")
 embeddings_module = pytest.importorskip("rankgrad.ops.triton.embeddings")

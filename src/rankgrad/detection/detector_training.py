@@ -22,7 +22,7 @@ from rankgrad.detection.faster_rcnn import ClassificationLoss, use_classificatio
 from rankgrad.detection.scenes import Scenes
 from rankgrad.losses.average_precision import AveragePrecision
 from rankgrad.losses.rank_loss import RankLoss
-from rankgrad.ops.rankers import Exact
+from rankgrad.ops.exact_rankers import Exact
 
 # losses that remain torchvision's
 OTHERS = ("loss_objectness", "loss_rpn_box_reg", "loss_box_reg")

@@ -22,7 +22,7 @@ from rankgrad._checks import (
 from rankgrad.losses.average_precision import AveragePrecision
 from rankgrad.losses.multiclass import MulticlassRankLoss
 from rankgrad.losses.rank_loss import RankLoss
-from rankgrad.ops.rankers import Blackbox
+from rankgrad.ops.exact_rankers import Blackbox
 
 Scores: TypeAlias = Literal["softmax", "sigmoid", "logits"]
 Background: TypeAlias = Literal["negative", "class", "none"]

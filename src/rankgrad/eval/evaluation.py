@@ -19,10 +19,10 @@ from rankgrad.eval.relevant_pairs import GradedPairs, LevelPairs, SameLabelPairs
 from rankgrad.eval.result import Protocol, Result
 from rankgrad.eval.revisited import revisited
 from rankgrad.ops.backends import resolve
+from rankgrad.ops.exact_rankers import Exact
 from rankgrad.ops.levels import Levels
 from rankgrad.ops.loss_config import Backend
 from rankgrad.ops.pairs import Pairs
-from rankgrad.ops.rankers import Exact
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with the number of scores done and in all."""

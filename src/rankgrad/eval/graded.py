@@ -13,7 +13,7 @@ from torch import Tensor
 from rankgrad.eval.embedding_blocks import EmbeddingRows, Index, row_tile
 from rankgrad.eval.nearest import ordered_bits
 from rankgrad.eval.rank_counts import ProgressCounter
-from rankgrad.ops.sources import split, tile_side
+from rankgrad.ops.tile_layout import split, tile_side
 
 # Scores sorted at once: about 1/2 GiB with their keys and the sort's own copies.
 SORTED_NUMBERS = 2**24

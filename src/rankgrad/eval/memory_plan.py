@@ -12,7 +12,7 @@ from rankgrad.eval.embedding_blocks import EmbeddingRows, Index, row_tile
 from rankgrad.eval.graded import SORTED_NUMBERS
 from rankgrad.eval.metrics import metric_columns
 from rankgrad.eval.rank_counts import MAX_PAIRS, PAIR_BYTES, pair_bytes
-from rankgrad.ops.sources import split, tile_side
+from rankgrad.ops.tile_layout import split, tile_side
 
 # Blocks in memory while one is converted to rows, and tiles while one is counted or searched for neighbours.
 BLOCKS_ALIVE, TILES_ALIVE = 3, 64

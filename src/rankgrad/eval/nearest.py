@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rankgrad._checks import check_count
 from rankgrad.eval.embedding_blocks import Array, EmbeddingRows, Index, exact_products, row_tile
-from rankgrad.ops.sources import split, tile_side
+from rankgrad.ops.tile_layout import split, tile_side
 
 # Tiles searched at once and the limit of their scores: one top-k over many tiles is cheaper than one for each.
 TOPK_TILES = 8

@@ -25,8 +25,8 @@ from rankgrad.eval.embedding_blocks import EmbeddingRows, Index, row_tile
 from rankgrad.eval.relevant_pairs import RelevantPairs, SameLabelPairs
 from rankgrad.ops.functional import exact_counts
 from rankgrad.ops.labels import IntervalRelevance, Labels
-from rankgrad.ops.sources import split, tile_side
 from rankgrad.ops.thresholds import BUCKETS_EACH, FEW_THRESHOLDS, MOST_BUCKETS, Thresholds
+from rankgrad.ops.tile_layout import split, tile_side
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")

@@ -28,7 +28,7 @@ from rankgrad.eval.protocols import PROTOCOLS, type_of
 from rankgrad.eval.rank_counts import PositiveCounts, ProgressCounter, groups_within, pair_bytes
 from rankgrad.eval.relevant_pairs import SameLabelPairs
 from rankgrad.eval.result import Result
-from rankgrad.ops.sources import split, tile_side
+from rankgrad.ops.tile_layout import split, tile_side
 
 CALLER = "evaluate_sharded"
 

@@ -10,7 +10,9 @@ from rankgrad._checks import check_count, check_cut, check_not_negative
 from rankgrad.losses.preset_registry import preset
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.ops.autograd import Ranks
-from rankgrad.ops.rankers import Blackbox, Histogram, Sigmoid, UpperBound
+from rankgrad.ops.exact_rankers import Blackbox
+from rankgrad.ops.histogram_ranker import Histogram
+from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
 
 
 @dataclass(frozen=True)

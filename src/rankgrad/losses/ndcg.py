@@ -11,7 +11,7 @@ from rankgrad._checks import check_cut
 from rankgrad.losses.preset_registry import preset
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.ops.autograd import Ranks, at_least
-from rankgrad.ops.rankers import Sigmoid
+from rankgrad.ops.soft_rankers import Sigmoid
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from rankgrad._checks import check_choice, check_count, check_not_negative, chec
 from rankgrad.losses.preset_registry import preset
 from rankgrad.losses.rank_loss import RankLoss
 from rankgrad.ops.autograd import Ranks, at_least
-from rankgrad.ops.rankers import Blackbox, Sigmoid
+from rankgrad.ops.exact_rankers import Blackbox
+from rankgrad.ops.soft_rankers import Sigmoid
 
 
 @dataclass(frozen=True)

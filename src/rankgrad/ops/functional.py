@@ -19,23 +19,15 @@ from rankgrad.ops.autograd import RankCall, RankOps, ScoreSource, rank_losses, r
 from rankgrad.ops.backends import lowering_for, resolve, resolve_precision
 from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
 from rankgrad.ops.embedding_inputs import EmbeddingInputs, Mixture, prepared, scaled
+from rankgrad.ops.exact_rankers import Exact
 from rankgrad.ops.labels import Labels
 from rankgrad.ops.loss_config import LossConfig, LossOutput, Queries, Shares, is_wide
 from rankgrad.ops.masks import Mask, MaskRelevance
-from rankgrad.ops.rankers import Exact
 from rankgrad.ops.relevance import EngineRelevance, RelevanceInput
-from rankgrad.ops.sources import (
-    DenseRows,
-    EmbeddingScores,
-    GivenScores,
-    MixedRows,
-    OneTileScores,
-    TileLayout,
-    TileRows,
-    TwoWayScores,
-    is_one_tile,
-)
+from rankgrad.ops.sources import EmbeddingScores, GivenScores, OneTileScores, TwoWayScores
 from rankgrad.ops.thresholds import DescendingCounts
+from rankgrad.ops.tile_layout import TileLayout, is_one_tile
+from rankgrad.ops.tile_rows import DenseRows, MixedRows, TileRows
 
 if TYPE_CHECKING:
     from rankgrad.ops.triton.embeddings import EmbeddingSource

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from rankgrad.ops.autograd import Objective, Ranks
-from rankgrad.ops.rankers import SMALLEST_RANK, Blackbox, Exact, Histogram, Ranker, Sigmoid, UpperBound
+from rankgrad.ops.exact_rankers import Blackbox, Exact
+from rankgrad.ops.histogram_ranker import SMALLEST_RANK, Histogram
+from rankgrad.ops.rankers import Ranker
+from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
 
 
 def reference_losses(

@@ -8,248 +8,30 @@
 Dimension letters:  Q queries   C candidates   B queries of a row block   Z candidates of a tile   P positives, padded
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores
 from rankgrad.ops.masks import MaskRelevance
-from rankgrad.ops.pairs import PairRelevance
-from rankgrad.ops.rankers import Ranker, TileMap
-from rankgrad.ops.relevance import EngineRelevance, TileRelevance
+from rankgrad.ops.pair_relevance import PairRelevance
+from rankgrad.ops.rankers import Ranker
+from rankgrad.ops.relevance import TileRelevance
+from rankgrad.ops.tile_layout import TileLayout, list_column_blocks, list_row_blocks
+from rankgrad.ops.tile_rows import TileRows
+from rankgrad.ops.tiled_source import Tile, TiledSource, TilePair
 
 # Integers are exact in float32 up to here; longer lists get their ranks in float64.
 EXACT_FLOAT32 = 2**24
-
-# Most columns of a tile of given scores.
-WIDEST_TILE = 2**22
-
-# Bytes of tiles that stay in memory for the backward pass: 40 MiB are all scores of 4,096 items in float32.
-KEPT_BYTES = 40 * 2**20
-
-
-def tile_side(device: torch.device) -> int:
-    """Rows and columns of a tile: 1 MiB of float32, in a core's cache, or 64 MiB where launches cost more than memory."""
-    return 512 if device.type == "cpu" else 4096
-
-
-def is_one_tile(queries: int, candidates: int, device: torch.device) -> bool:
-    """Whether all scores fit in one tile."""
-    return queries * candidates <= tile_side(device) ** 2
 
 
 def without_subnormal(gradient: Tensor) -> Tensor:
     """0 for numbers so small that products with them are subnormal, which take a hundred times as long on many processors."""
     limits = torch.finfo(gradient.dtype)
     return torch.nn.functional.hardshrink(gradient, limits.tiny / limits.eps**2)
-
-
-def split(stop: int, size: int, start: int = 0) -> list[slice]:
-    """start..stop in slices of `size`, the last one shorter."""
-    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A tile of scores with its rows as queries; what is not ranked holds -inf."""
-
-    scores: Tensor  # [B, Z]
-    block: int  # row block of its queries
-    key: int  # identifies the tile: the same number in forward and backward
-
-
-@dataclass(frozen=True)
-class TilePair:
-    """A tile, and its transpose where the same rows are queries and candidates."""
-
-    tiles: list[Tile]
-    rows: Any
-    columns: slice
-    queries: Any = None  # the embeddings whose product the tile is
-    candidates: Any = None
-
-
-class TiledSource(ABC):
-    """Shows a ranker every tile, once to count and once for the gradient."""
-
-    row_blocks: list[slice]
-
-    def __init__(self) -> None:
-        self.tile_map: TileMap | None = None
-        self.kept: dict[int, Tensor] = {}  # tiles of the first pass that the second one will ask for
-        self.bytes_left = 0
-
-    def _tile(self, key: int, scores: Callable[[], Tensor]) -> Tensor:
-        """A tile as the ranker compares it."""
-        if key in self.kept:
-            return self.kept.pop(key)
-        tile = scores()
-        if self.tile_map is not None:
-            tile = self.tile_map(tile)
-        if (size := tile.numel() * tile.element_size()) <= self.bytes_left:
-            self.kept[key] = tile
-            self.bytes_left -= size
-        return tile
-
-    @abstractmethod
-    def _tile_pairs(self) -> Iterator[TilePair]:
-        """Every tile of scores."""
-
-    @abstractmethod
-    def _add_grad(self, pair: TilePair, gradients: list[Tensor]) -> None:
-        """Accumulate the gradients of the tiles of a pair."""
-
-    def count(self, ops: Ranker, thresholds: list[Any], seed: int, *, keep: bool) -> list[Any]:
-        counts: list[Any] = [None] * len(self.row_blocks)
-        self.tile_map, self.bytes_left = ops.tile_map(thresholds), KEPT_BYTES if keep else 0
-        for pair in self._tile_pairs():
-            for tile in pair.tiles:
-                part = ops.count_tile(tile.scores, thresholds[tile.block], seed + tile.key)
-                counts[tile.block] = _sum(counts[tile.block], part)
-        return counts
-
-    def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
-        d_thresholds: list[Tensor | None] = [None] * len(self.row_blocks)
-        self.bytes_left = 0
-        for pair in self._tile_pairs():
-            gradients = []
-            for tile in pair.tiles:
-                block = tile.block
-                gradient, part = ops.tile_backward(tile.scores, thresholds[block], rank_grads[block], seed + tile.key)
-                d_thresholds[block] = None if part is None else _sum(d_thresholds[block], part)
-                gradients.append(gradient)
-            self._add_grad(pair, gradients)
-        return d_thresholds
-
-
-def _sum(total: Tensor | None, part: Tensor) -> Tensor:
-    """A running sum over tiles. Integers of one tile may be narrow, those of all tiles are not."""
-    if total is None:
-        return part.to(torch.promote_types(part.dtype, torch.int64))
-    return total.add_(part)
-
-
-class TileRows(Protocol):
-    """Embeddings in class order, read by slices; gradients are added by slices."""
-
-    def read(self, rows: slice) -> Tensor: ...
-
-    def zero_grad(self) -> None: ...
-
-    def add_grad(self, rows: slice, gradient: Tensor) -> None: ...
-
-    def add_product_grad(self, rows: slice, left: Tensor, right: Tensor) -> None:
-        """`add_grad` of left @ right."""
-        ...
-
-    def base_grad(self) -> Tensor:
-        """The accumulated gradient, in the caller's order."""
-        ...
-
-
-class DenseRows:
-    """The embeddings themselves."""
-
-    def __init__(self, base: Tensor, order: Tensor) -> None:
-        self.order = order
-        self.values = base.index_select(0, order)
-
-    def read(self, rows: slice) -> Tensor:
-        return self.values[rows]
-
-    def zero_grad(self) -> None:
-        self.gradient = torch.zeros_like(self.values)
-
-    def add_grad(self, rows: slice, gradient: Tensor) -> None:
-        self.gradient[rows] += gradient
-
-    def add_product_grad(self, rows: slice, left: Tensor, right: Tensor) -> None:
-        self.gradient[rows].addmm_(left, right)
-
-    def base_grad(self) -> Tensor:
-        return torch.empty_like(self.gradient).index_copy_(0, self.order, self.gradient)
-
-
-class MixedRows:
-    """Rows alpha * base[first] + (1 - alpha) * base[second], mixed when they are read and never stored."""
-
-    def __init__(self, base: Tensor, order: Tensor, first: Tensor, second: Tensor, alpha: Tensor) -> None:
-        self.base = base
-        self.first, self.second = first[order], second[order]
-        self.alpha = alpha[order, None].to(base.dtype)
-
-    def read(self, rows: slice) -> Tensor:
-        return torch.lerp(self.base[self.second[rows]], self.base[self.first[rows]], self.alpha[rows])
-
-    def zero_grad(self) -> None:
-        self.gradient = torch.zeros_like(self.base)
-
-    def add_grad(self, rows: slice, gradient: Tensor) -> None:
-        # index_put_ and not index_add_: on a GPU it adds in a fixed order
-        self.gradient.index_put_((self.first[rows],), gradient * self.alpha[rows], accumulate=True)
-        self.gradient.index_put_((self.second[rows],), gradient * (1 - self.alpha[rows]), accumulate=True)
-
-    def add_product_grad(self, rows: slice, left: Tensor, right: Tensor) -> None:
-        self.add_grad(rows, left @ right)
-
-    def base_grad(self) -> Tensor:
-        return self.gradient
-
-
-@dataclass(frozen=True)
-class PositiveBlock:
-    """A few queries and an interval of candidates that holds positives of theirs."""
-
-    rows: slice
-    columns: slice
-    holds_all: bool  # all positives of these queries
-
-    def offsets(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where each of some candidates is in the interval, clamped to it, and which are inside; None where all are."""
-        offset, width = columns - self.columns.start, self.columns.stop - self.columns.start
-        inside = None if self.holds_all else (offset >= 0) & (offset < width)
-        return offset.clamp_(0, width - 1), inside
-
-
-@dataclass(frozen=True)
-class TileLayout:
-    """How relevance cuts the work into tiles. Made once for forward and backward."""
-
-    relevance: EngineRelevance
-    row_blocks: list[slice]
-    column_blocks: list[slice]
-    extents: list[tuple[int, int, int]]  # per row block: most positives of a query, and the columns where `hide_` matters
-    positive_blocks: list[list[PositiveBlock]]  # per row block: where the positives are, more finely
-
-    @classmethod
-    def of(cls, relevance: EngineRelevance, device: torch.device) -> "TileLayout":
-        side = tile_side(device)
-        row_blocks = split(len(relevance.query_order), side)
-        column_blocks = split(len(relevance.candidate_order), side)
-        if isinstance(relevance, PairRelevance):  # positives may be anywhere: whole tiles, like those that are counted
-            extents_of_pairs = relevance.extents(row_blocks)
-            whole = len(column_blocks) == 1
-            tiles = [
-                [PositiveBlock(rows, each, whole) for each in column_blocks if each.stop > first and each.start < last]
-                for rows, (_, first, last) in zip(row_blocks, extents_of_pairs, strict=True)
-            ]
-            return cls(relevance.to(device), row_blocks, column_blocks, extents_of_pairs, tiles)
-        fine = [split(rows.stop, max(side // 8, 1), rows.start) for rows in row_blocks]
-        # read where the labels are: with labels on the host a GPU is not synchronised
-        extents = iter(relevance.extents([*row_blocks, *(rows for of_block in fine for rows in of_block)]))
-        coarse = [next(extents) for _ in row_blocks]
-        positive_blocks = [
-            [PositiveBlock(rows, columns, columns == slice(first, last))
-             for rows, (width, first, last) in zip(of_block, extents, strict=False) if width
-             for columns in split(last, side, first)]
-            for of_block in fine
-        ]  # fmt: skip
-        return cls(relevance.to(device), row_blocks, column_blocks, coarse, positive_blocks)
 
 
 class EmbeddingScores(TiledSource):
@@ -434,12 +216,10 @@ class GivenScores(TiledSource):
         self.scores, self.relevance = scores, relevance
         self.query_order: Tensor | None = relevance.query_order
         self.dtype = torch.promote_types(scores.dtype, torch.float32)
-        side = tile_side(scores.device)
-        self.row_blocks = split(scores.shape[0], side)
+        lists, length = scores.shape
+        self.row_blocks = list_row_blocks(lists, scores.device)
         self.widths = relevance.widths(self.row_blocks)
-        width = side * max(side // scores.shape[0], 1)
-        # a tile also costs a few passes over the positives, so it should hold at least as many scores
-        self.column_blocks = split(scores.shape[1], max(width, min(max(self.widths), WIDEST_TILE)))
+        self.column_blocks = list_column_blocks(lists, length, max(self.widths), scores.device)
 
     def positives(self, block: int) -> PositiveScores:
         rows, grades = self.relevance.rows(self.row_blocks[block]), self.relevance.grades

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from rankgrad.ops.labels import IntervalRelevance
-from rankgrad.ops.pairs import PairRelevance
+from rankgrad.ops.pair_relevance import PairRelevance
 from rankgrad.ops.rehearsal import launch_instead
 from rankgrad.ops.triton.embedding_kernels import gather_kernel
 from rankgrad.ops.triton.operands import Operands

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores
-from rankgrad.ops.pairs import PairRelevance
+from rankgrad.ops.pair_relevance import PairRelevance
 from rankgrad.ops.thresholds import DescendingCounts
 from rankgrad.ops.triton.bucket_tables import BucketTables
 from rankgrad.ops.triton.embedding_gradient import EmbeddingGradient

@@ -17,7 +17,10 @@ import triton
 from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
-from rankgrad.ops.rankers import Blackbox, Exact, Histogram, Ranker, Sigmoid, UpperBound
+from rankgrad.ops.exact_rankers import Blackbox, Exact
+from rankgrad.ops.histogram_ranker import Histogram
+from rankgrad.ops.rankers import Ranker
+from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
 from rankgrad.ops.thresholds import DescendingCounts, SigmoidThresholds, Thresholds
 from rankgrad.ops.triton.bucket_tables import BucketTables
 from rankgrad.ops.triton.ranker_kernels import (

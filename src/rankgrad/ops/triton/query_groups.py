@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rankgrad.ops import relevance as relevance_module
 from rankgrad.ops.labels import IntervalRelevance
-from rankgrad.ops.pairs import PairRelevance
+from rankgrad.ops.pair_relevance import PairRelevance
 from rankgrad.ops.relevance import EngineRelevance, rounded_width
 from rankgrad.ops.triton.tiles import TILE
 

@@ -1,0 +1,117 @@
+"""Ranks at the bins of a soft histogram. See `rankers` for what a ranker does."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rankgrad._checks import check_count
+from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
+from rankgrad.ops.rankers import Ranker, TileMap
+
+# Rank at a bin centre that no candidate has reached, where mass and rank among the positives are 0.
+SMALLEST_RANK = 1e-30
+
+
+@dataclass(frozen=True)
+class Histogram(Ranker):
+    """Ranks at the bins of a soft histogram (FastAP): `bins` intervals, so bins + 1 centres, from `high` down to `low`.
+
+    A score gives its mass to the two centres it lies between. The default range is that of the cosine, where the
+    centres are FastAP's on the squared distance 2 - 2s in [0, 4]. Scores outside the range count at its ends and get
+    no gradient.
+    """
+
+    bins: int
+    low: float = -1.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_count(self.bins, name="bins", caller="Histogram")
+        if not self.low < self.high:
+            raise ValueError(f"Histogram: low must be below high, got low={self.low!r}, high={self.high!r}")
+
+    @property
+    def width(self) -> float:
+        return (self.high - self.low) / self.bins
+
+    def _position_(self, scores: Tensor) -> Tensor:
+        """In place the distance from `high` in bins, in [0, bins]; hidden entries are at the last centre, NaN at the first."""
+        return scores.sub_(self.high).mul_(-1 / self.width).clamp_(0, self.bins).nan_to_num_(nan=0.0)
+
+    def thresholds(self, positives: PositiveScores, key: int) -> None:
+        return None
+
+    def tile_map(self, thresholds: list[None]) -> TileMap:
+        return self._position_
+
+    def count_tile(self, tile: Tensor, thresholds: None, key: int) -> Tensor:
+        """[B, bins] cumulative histogram at every centre but the last, where all candidates are counted."""
+        tile = tile.contiguous()  # scatter walks over rows, and a transposed tile is strided
+        cell = tile.long()
+        size = (tile.shape[0], self.bins + 1)
+        items = tile.new_zeros(size).scatter_add_(1, cell, torch.ones_like(tile))
+        spill = tile.new_zeros(size).scatter_add_(1, cell, tile.frac())  # what belongs to the next centre
+        return (items.cumsum(dim=1) - spill)[:, :-1]
+
+    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: None) -> Ranks:
+        irrelevant = (positives.list_length - positives.num_relevant).to(counts.dtype)
+        mass, gain = self._masses(positives, positives.scores)
+        positive_rank = mass.cumsum(dim=1)
+        # objectives divide by ranks, and at a centre that nothing has reached yet the rank is 0
+        rank = (torch.cat((counts, irrelevant[:, None]), dim=1) + positive_rank).clamp_(min=SMALLEST_RANK)
+        return positives.as_ranks(rank, positive_rank, mass, gain)
+
+    def graded_rank(self, scores: Tensor, positives: PositiveScores, positive_rank: Tensor) -> Tensor:
+        raise TypeError("Histogram: a bin holds items of several gains, so it has no graded rank; use another ranker")
+
+    def _masses(self, positives: PositiveScores, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, bins + 1] mass and gain of the relevant items at every centre, by their definition."""
+        valid = positives.valid
+        scores = scores if valid is None else scores.masked_fill(~valid, self.low)
+        position = (self.high - scores).div(self.width).clamp(0, self.bins)
+        centres = torch.arange(self.bins + 1, dtype=position.dtype, device=position.device)
+        pulse = (1 - (position[:, :, None] - centres).abs()).clamp(min=0)
+        pulse = pulse if valid is None else pulse * valid[:, :, None]
+        mass = pulse.sum(dim=1)
+        return mass, mass if positives.gains is None else (pulse * positives.gains[:, :, None]).sum(dim=1)
+
+    def rank_gradient(
+        self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: None, upstream: Upstream
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        d_ranks = tuple((g * upstream.grad_loss).to(positives.scores.dtype) for g in d_ranks)
+        table = d_ranks[0] / self.width
+        table[:, -1] = 0  # the last centre counts every candidate, wherever it is
+        return table, d_ranks
+
+    def tile_backward(
+        self, tile: Tensor, thresholds: None, rank_grad: tuple[Tensor, tuple[Tensor, ...]], key: int
+    ) -> tuple[Tensor, None]:
+        if tile.is_contiguous():
+            slope = rank_grad[0].gather(1, tile.long())
+        else:  # in the order of memory
+            slope = rank_grad[0].t().contiguous().gather(0, tile.t().long()).t()
+        # on a centre, and so at the ends and where hidden, the pulses have a kink and the gradient is taken as 0
+        return slope.mul_(tile.frac().sign_()), None
+
+    def positive_backward(
+        self,
+        d_thresholds: Tensor | None,
+        counts: Tensor,
+        rank_grad: tuple[Tensor, tuple[Tensor, ...]],
+        positives: PositiveScores,
+        thresholds: None,
+        upstream: Upstream,
+    ) -> Tensor:
+        d_rank, d_positive_rank, d_mass, d_gain = rank_grad[1]
+        # a mass counts at its own centre and in the ranks at all later ones
+        d_mass = d_mass + (d_rank + d_positive_rank).flip(1).cumsum(dim=1).flip(1)
+        position = self._position_(positives.scores.clone())  # padding lies on the first centre
+        cell = position.floor()
+        index = cell.long().clamp_(max=self.bins - 1)
+        # between two centres mass moves from one to the next; on a centre the pulses have a kink, see `tile_backward`
+        if positives.gains is None:
+            moved = (d_mass + d_gain).diff(dim=1).gather(1, index)
+        else:
+            moved = d_mass.diff(dim=1).gather(1, index) + positives.gains * d_gain.diff(dim=1).gather(1, index)
+        return moved.mul_(position.sub_(cell).sign_()).mul_(-1 / self.width)

@@ -1,0 +1,250 @@
+"""Steps that are smooth: `Sigmoid`, and `UpperBound`, whose slope does not vanish. See `rankers` for what a ranker does."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rankgrad._checks import check_not_negative, check_positive
+from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
+from rankgrad.ops.exact_rankers import proper_ranks
+from rankgrad.ops.graded_ranks import sigmoid_graded_rank
+from rankgrad.ops.rankers import Ranker, TileMap
+from rankgrad.ops.thresholds import SigmoidThresholds, Thresholds
+
+# Sigmoids of one tile that are kept for the backward pass: 2**20 float32 are 4 MiB, and a sigmoid is most of a tile's work.
+KEPT_SIGMOIDS = 2**20
+
+# Comparisons of positives with each other that exist at once: 2**22 float32 are 16 MiB.
+MOST_COMPARISONS = 2**22
+
+
+@dataclass(frozen=True)
+class Sigmoid(Ranker):
+    """Soft ranks: the step is a logistic of temperature `tau` (RS@k eq. 5, Smooth-AP). Tends to `Exact` as tau -> 0."""
+
+    grad_fields = ("rank", "positive_rank")
+
+    tau: float
+
+    def __post_init__(self) -> None:
+        check_positive(self.tau, name="tau", caller="Sigmoid")
+
+    def thresholds(self, positives: PositiveScores, key: int) -> SigmoidThresholds:
+        return SigmoidThresholds(positives.scores.t().contiguous(), keep=positives.one_tile)
+
+    def tile_map(self, thresholds: list[SigmoidThresholds]) -> TileMap | None:
+        """One exponential of a score and not one of each comparison: with f = e^-t and x = e^-s a sigmoid is f / (f + x).
+
+        Scores are taken from the middle of all thresholds. Where an exponential ends every sigmoid must be 0 or 1 to the last
+        bit, so thresholds must not be too far apart: in float32 131 tau, which is 1.3 for tau = 0.01.
+        """
+        columns = [of_block.columns for of_block in thresholds if of_block.columns.numel()]
+        if not columns or columns[0].device.type != "cpu" or any(of_block.keep for of_block in thresholds):
+            return None
+        limits = torch.finfo(columns[0].dtype)
+        end = math.log(limits.max) - 2
+        room = end + math.log(limits.eps) - 5
+        low = min(values.amin().item() for values in columns)
+        high = max(values.masked_fill(values == torch.inf, -torch.inf).amax().item() for values in columns)
+        if not 0 <= high - low <= 2 * room * self.tau:
+            return None
+        middle, scale = (low + high) / 2, 1 / self.tau
+
+        def exponentials_(scores: Tensor) -> Tensor:  # of a hidden score, -inf, it is inf, and its sigmoid 0
+            return scores.sub_(middle).mul_(-scale).clamp_(min=-end).exp_()
+
+        for of_block in thresholds:
+            of_block.exponentials = exponentials_(of_block.columns.masked_fill(of_block.columns == torch.inf, middle))
+        return exponentials_
+
+    def _ahead(self, tile: Tensor, thresholds: SigmoidThresholds, out: Tensor) -> Iterator[Tensor]:
+        """Sigmoids of a tile less each threshold, one after another in the same memory."""
+        # products of a sigmoid with the weight of a threshold must not be subnormal, see `_without_negligible`
+        least = torch.finfo(tile.dtype).eps ** 2
+        if thresholds.exponentials is None:
+            for each in thresholds.columns:
+                yield torch.sub(tile, each[:, None], out=out).mul_(1 / self.tau).clamp_(min=math.log(least)).sigmoid_()
+        else:
+            for each in thresholds.exponentials[:, :, None]:
+                yield torch.div(each, torch.minimum(tile, each / least, out=out).add_(each), out=out)
+
+    def count_tile(self, tile: Tensor, thresholds: SigmoidThresholds, key: int) -> Tensor:
+        if thresholds.keep and thresholds.columns.shape[0] * tile.numel() <= KEPT_SIGMOIDS:
+            least = torch.finfo(tile.dtype).eps ** 2
+            ahead = (tile - thresholds.columns[:, :, None]).mul_(1 / self.tau).clamp_(min=math.log(least)).sigmoid_()
+            thresholds.tile = ahead
+            return ahead.sum(dim=2).t()
+        scratch = torch.empty_like(tile)  # one for all: on a CPU fresh memory costs more than what is done with it
+        if thresholds.exponentials is None:
+            return _columns([ahead.sum(dim=1) for ahead in self._ahead(tile, thresholds, scratch)], tile)
+        four = tile.new_tensor(4.0)
+        # what all terms of a sum share is taken out of it, but for so much that no term is subnormal
+        sums = [
+            torch.div(four, torch.add(tile, each[:, None], out=scratch), out=scratch).sum(dim=1)
+            for each in thresholds.exponentials
+        ]
+        return _columns(sums, tile).mul_(thresholds.exponentials.t() / four)
+
+    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: SigmoidThresholds) -> Ranks:
+        # an item ahead of itself counts sigmoid(0) = 1/2
+        among = _joined([ahead.sum(dim=2) for _, ahead in self._among(positives, thresholds)])
+        return positives.item_ranks(*positives.add_counts(counts, among + 0.5))
+
+    def graded_rank(self, scores: Tensor, positives: PositiveScores, positive_rank: Tensor) -> Tensor:
+        return sigmoid_graded_rank(scores, positives, self.tau)
+
+    def _among(self, positives: PositiveScores, thresholds: SigmoidThresholds) -> Iterator[tuple[slice, Tensor]]:
+        """Rows, and how far each positive of a row is ahead of each other [b, item, other], a few rows at a time."""
+        if thresholds.among is not None:
+            yield slice(None), thresholds.among
+            return
+        tile, inverse = positives.as_tile, 1 / self.tau
+        step = max(MOST_COMPARISONS // max(tile.shape[1], 1) ** 2, 1)
+        for start in range(0, tile.shape[0], step):
+            rows = slice(start, start + step)
+            ahead = (tile[rows, None, :] - positives.scores[rows, :, None]).mul_(inverse).sigmoid_()
+            if thresholds.keep and ahead.numel() <= KEPT_SIGMOIDS and step >= tile.shape[0]:
+                thresholds.among = ahead
+            yield rows, ahead
+
+    def rank_gradient(
+        self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: SigmoidThresholds, upstream: Upstream
+    ) -> tuple[Tensor, Tensor]:
+        """[P, B] weights of irrelevant candidates and of positives that are ahead, over tau."""
+        scale = upstream.grad_loss / self.tau
+        d_rank, d_positive_rank = (positives.fill(g * scale, 0) for g in d_ranks)
+        # a positive ahead moves both ranks; an irrelevant candidate only the rank among all
+        dtype = positives.scores.dtype
+        return _without_negligible(d_rank.to(dtype)).t().contiguous(), (d_rank + d_positive_rank).to(dtype).t()
+
+    def tile_backward(
+        self, tile: Tensor, thresholds: SigmoidThresholds, rank_grad: tuple[Tensor, Tensor], key: int
+    ) -> tuple[Tensor, Tensor]:
+        if thresholds.tile is not None:
+            slope = torch.ops.aten.sigmoid_backward(rank_grad[0][:, :, None], thresholds.tile)
+            return slope.sum(dim=0), slope.sum(dim=2).neg_().t()
+        gradient, scratch = torch.zeros_like(tile), torch.empty_like(tile)
+        d_thresholds = []
+        for ahead, weight in zip(self._ahead(tile, thresholds, scratch), rank_grad[0], strict=True):
+            slope = torch.ops.aten.sigmoid_backward.grad_input(weight[:, None].expand_as(tile), ahead, grad_input=scratch)
+            gradient += slope
+            d_thresholds.append(-slope.sum(dim=1))
+        return gradient, _columns(d_thresholds, tile)
+
+    def positive_backward(
+        self,
+        d_thresholds: Tensor | None,
+        counts: Tensor,
+        rank_grad: tuple[Tensor, Tensor],
+        positives: PositiveScores,
+        thresholds: SigmoidThresholds,
+        upstream: Upstream,
+    ) -> Tensor:
+        weights = rank_grad[1].t()
+        assert d_thresholds is not None, "every tile adds to the thresholds' gradient"
+        parts = []
+        for rows, ahead in self._among(positives, thresholds):
+            slope = torch.ops.aten.sigmoid_backward(weights[rows, :, None], ahead)
+            parts.append(slope.sum(dim=1) - slope.sum(dim=2))  # as the item ahead, and as the one compared with
+        return d_thresholds + _joined(parts)
+
+
+@dataclass(frozen=True)
+class UpperBound(Ranker):
+    """Ranks that are never too small: the step is replaced by an upper bound whose gradient does not vanish (ROADMAP, SupRank).
+
+    For an irrelevant candidate that is t = s_z - s_x ahead of a relevant one the step becomes
+
+        sigmoid(t / tau)                                          t <= 0
+        sigmoid(t / tau) + 1/2                                    0 < t <= delta
+        rho (t - delta) + sigmoid(delta / tau) + 1/2              delta < t
+
+    so a candidate that is far ahead is pulled back with slope `rho`, where the slope of `Sigmoid` is 0. Relevant items are
+    counted exactly, ties as by `Exact`, and the rank among the relevant carries no gradient.
+    """
+
+    grad_fields = ("rank",)
+
+    tau: float = 0.01
+    rho: float = 100.0
+    delta: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_positive(self.tau, name="tau", caller="UpperBound")
+        check_not_negative(self.rho, name="rho", caller="UpperBound")
+        check_not_negative(self.delta, name="delta", caller="UpperBound")
+
+    @property
+    def offset(self) -> float:
+        """The bound at delta, where its linear part begins."""
+        return 0.5 + 1 / (1 + math.exp(-self.delta / self.tau))
+
+    def thresholds(self, positives: PositiveScores, key: int) -> Thresholds:
+        return Thresholds(positives.scores)
+
+    def _compared(self, tile: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """A few thresholds at a time: which, how far the tile is ahead of them [p, B, Z], and the sigmoid of that."""
+        step = max(KEPT_SIGMOIDS // max(tile.numel(), 1), 1)
+        for start in range(0, columns.shape[0], step):
+            part = slice(start, start + step)
+            ahead = tile - columns[part, :, None]
+            yield part, ahead, (ahead * (1 / self.tau)).sigmoid_()
+
+    def count_tile(self, tile: Tensor, thresholds: Thresholds, key: int) -> Tensor:
+        counts = tile.new_zeros(thresholds.columns.shape)
+        for part, ahead, soft in self._compared(tile, thresholds.columns):
+            bound = torch.where(
+                ahead > self.delta, (ahead - self.delta) * self.rho + self.offset, soft.add_(ahead > 0, alpha=0.5)
+            )
+            counts[part] = bound.sum(dim=2)
+        return counts.t()
+
+    def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
+        return positives.item_ranks(*proper_ranks(counts, thresholds, positives))
+
+    def rank_gradient(
+        self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Thresholds, upstream: Upstream
+    ) -> Tensor:
+        """[P, B] weights of irrelevant candidates, over tau."""
+        weights = positives.fill(d_ranks[0] * (upstream.grad_loss / self.tau), 0)
+        return weights.to(positives.scores.dtype).t().contiguous()
+
+    def tile_backward(self, tile: Tensor, thresholds: Thresholds, rank_grad: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        gradient, d_thresholds = torch.zeros_like(tile), torch.zeros_like(rank_grad)
+        for part, ahead, soft in self._compared(tile, thresholds.columns):
+            slope = torch.where(ahead > self.delta, self.rho * self.tau, soft * (1 - soft)) * rank_grad[part, :, None]
+            gradient += slope.sum(dim=0)
+            d_thresholds[part] = -slope.sum(dim=2)
+        return gradient, d_thresholds.t()
+
+    def positive_backward(
+        self,
+        d_thresholds: Tensor | None,
+        counts: Tensor,
+        rank_grad: Tensor,
+        positives: PositiveScores,
+        thresholds: Thresholds,
+        upstream: Upstream,
+    ) -> Tensor:
+        assert d_thresholds is not None, "every tile adds to the thresholds' gradient"
+        return d_thresholds
+
+
+def _without_negligible(weights: Tensor) -> Tensor:
+    """0 for weights that no sum with the largest one shows: their products with slopes would be subnormal, which is slow."""
+    if not weights.numel():
+        return weights
+    size = weights.abs()
+    return weights.masked_fill(size < size.amax() * torch.finfo(weights.dtype).eps ** 2, 0)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _columns(columns: list[Tensor], tile: Tensor) -> Tensor:
+    """[B, E] from E columns; E is 0 where no query of the chunk has a relevant item."""
+    return torch.stack(columns, dim=1) if columns else tile.new_zeros(tile.shape[0], 0)

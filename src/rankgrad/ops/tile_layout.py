@@ -1,0 +1,92 @@
+"""How the scores of a call are cut into tiles.
+
+Dimension letters:  B queries of a row block   P positives, padded
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rankgrad.ops.pair_relevance import PairRelevance
+from rankgrad.ops.relevance import EngineRelevance
+
+# Most columns of a tile of given scores.
+WIDEST_TILE = 2**22
+
+
+def tile_side(device: torch.device) -> int:
+    """Rows and columns of a tile: 1 MiB of float32, in a core's cache, or 64 MiB where launches cost more than memory."""
+    return 512 if device.type == "cpu" else 4096
+
+
+def is_one_tile(queries: int, candidates: int, device: torch.device) -> bool:
+    """Whether all scores fit in one tile."""
+    return queries * candidates <= tile_side(device) ** 2
+
+
+def split(stop: int, size: int, start: int = 0) -> list[slice]:
+    """start..stop in slices of `size`, the last one shorter."""
+    return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
+
+
+def list_row_blocks(lists: int, device: torch.device) -> list[slice]:
+    """Rows of the tiles of given scores."""
+    return split(lists, tile_side(device))
+
+
+def list_column_blocks(lists: int, length: int, most_positives: int, device: torch.device) -> list[slice]:
+    """Columns of the tiles of given scores. A tile also costs a few passes over the positives, so it holds as many scores."""
+    side = tile_side(device)
+    return split(length, max(side * max(side // lists, 1), min(most_positives, WIDEST_TILE)))
+
+
+@dataclass(frozen=True)
+class PositiveBlock:
+    """A few queries and an interval of candidates that holds positives of theirs."""
+
+    rows: slice
+    columns: slice
+    holds_all: bool  # all positives of these queries
+
+    def offsets(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where each of some candidates is in the interval, clamped to it, and which are inside; None where all are."""
+        offset, width = columns - self.columns.start, self.columns.stop - self.columns.start
+        inside = None if self.holds_all else (offset >= 0) & (offset < width)
+        return offset.clamp_(0, width - 1), inside
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """How relevance cuts the work into tiles. Made once for forward and backward."""
+
+    relevance: EngineRelevance
+    row_blocks: list[slice]
+    column_blocks: list[slice]
+    extents: list[tuple[int, int, int]]  # per row block: most positives of a query, and the columns where `hide_` matters
+    positive_blocks: list[list[PositiveBlock]]  # per row block: where the positives are, more finely
+
+    @classmethod
+    def of(cls, relevance: EngineRelevance, device: torch.device) -> "TileLayout":
+        side = tile_side(device)
+        row_blocks = split(len(relevance.query_order), side)
+        column_blocks = split(len(relevance.candidate_order), side)
+        if isinstance(relevance, PairRelevance):  # positives may be anywhere: whole tiles, like those that are counted
+            extents_of_pairs = relevance.extents(row_blocks)
+            whole = len(column_blocks) == 1
+            tiles = [
+                [PositiveBlock(rows, each, whole) for each in column_blocks if each.stop > first and each.start < last]
+                for rows, (_, first, last) in zip(row_blocks, extents_of_pairs, strict=True)
+            ]
+            return cls(relevance.to(device), row_blocks, column_blocks, extents_of_pairs, tiles)
+        fine = [split(rows.stop, max(side // 8, 1), rows.start) for rows in row_blocks]
+        # read where the labels are: with labels on the host a GPU is not synchronised
+        extents = iter(relevance.extents([*row_blocks, *(rows for of_block in fine for rows in of_block)]))
+        coarse = [next(extents) for _ in row_blocks]
+        positive_blocks = [
+            [PositiveBlock(rows, columns, columns == slice(first, last))
+             for rows, (width, first, last) in zip(of_block, extents, strict=False) if width
+             for columns in split(last, side, first)]
+            for of_block in fine
+        ]  # fmt: skip
+        return cls(relevance.to(device), row_blocks, column_blocks, coarse, positive_blocks)
