@@ -36,7 +36,8 @@ def crop_images(flat: Tensor, whole: Tensor, real: Tensor, size: int, dtype: tor
     return crops
 
 
-@triton.jit
+# one kernel for all sizes: the last batch of an evaluation would compile another
+@triton.jit(do_not_specialize=["images", "size"])
 def crop_kernel(
     p_flat, p_whole, p_real, p_crops, images, size, ROUNDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
