@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rankgrad.ops import reference
-from rankgrad.ops.autograd import RankCall, RankOps, ScoreSource, rank_losses, reduced
+from rankgrad.ops.autograd import PositiveScores, RankCall, RankOps, ScoreSource, rank_losses, reduced
 from rankgrad.ops.backends import lowering_for, resolve, resolve_precision
 from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
 from rankgrad.ops.embedding_inputs import EmbeddingInputs, Mixture, prepared, scaled
@@ -30,7 +30,6 @@ from rankgrad.ops.tile_layout import TileLayout, is_one_tile
 from rankgrad.ops.tile_rows import DenseRows, MixedRows, TileRows
 
 if TYPE_CHECKING:
-    from rankgrad.ops.triton.embeddings import EmbeddingSource
     from rankgrad.ops.triton.lowerings import Lowering
     from rankgrad.ops.triton.scores import ListedPositives
 
@@ -94,8 +93,10 @@ def embedding_losses(
     if backend == "tiled":
         open_source = _tiled_source(built, queries.device, inputs.query_mixture, mixture)
         return _run(open_source, ranker, config, everyone, tensors(), caller)
+    from rankgrad.ops.triton.embeddings import EmbeddingSource
+
     lowering = lowering_for(ranker, given_scores=False)
-    source = _fused_source(built, queries.device, precision, normalized=compute.normalize, ops=lowering)
+    source = EmbeddingSource.of(built, queries.device, precision, normalized=compute.normalize, ops=lowering)
     shape = queries.shape[1], candidates is None, shard is None, _wants_gradient(queries, candidates)
     return _run_compiled(
         frozenset((*shape, kind) for kind in source.kinds),
@@ -212,11 +213,20 @@ def exact_counts(
     queries: Tensor, candidates: Tensor, relevance: Labels, *, normalized: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Irrelevant candidates at or above each positive, by the kernels: for groups of queries (indices, counts, valid)."""
+    from rankgrad.ops.triton.embeddings import EmbeddingSource
+    from rankgrad.ops.triton.first_call import compile_together
+
     built, ops = relevance.build(), lowering_for(Exact(), given_scores=False)
-    source = _fused_source(built, queries.device, "high", normalized=normalized, ops=ops)(queries, candidates)
-    positives = [source.positives(block) for block in range(len(source.row_blocks))]
-    counts = source.count(ops, [ops.thresholds(items, 0) for items in positives], 0, keep=False)
-    for rows, items, count in zip(source.row_blocks, positives, counts, strict=True):
+    source = EmbeddingSource.of(built, queries.device, "high", normalized=normalized, ops=ops)
+
+    def counted() -> tuple[ScoreSource, list[PositiveScores], list[Any]]:
+        opened = source(queries, candidates)
+        positives = [opened.positives(block) for block in range(len(opened.row_blocks))]
+        return opened, positives, opened.count(ops, [ops.thresholds(items, 0) for items in positives], 0, keep=False)
+
+    compile_together(frozenset((queries.shape[1], kind) for kind in source.kinds), counted, queries.device)
+    opened, positives, counts = counted()
+    for rows, items, count in zip(opened.row_blocks, positives, counts, strict=True):
         assert items.valid is not None, "the kernels pad"
         yield built.query_order[rows], count.unsorted() if isinstance(count, DescendingCounts) else count, items.valid
 
@@ -323,26 +333,6 @@ def _tiled_source(
     return open_source
 
 
-def _fused_source(
-    relevance: EngineRelevance,
-    device: torch.device,
-    precision: Literal["fast", "high"],
-    *,
-    normalized: bool,
-    ops: "Lowering[Any]",
-    widths: Sequence[int] | None = None,
-) -> "EmbeddingSource":
-    """The fused kernels for `ops`. `widths`, the most and the mean positives of a query, avoid reading them from the device."""
-    from rankgrad.ops.triton.embeddings import EmbeddingSource
-    from rankgrad.ops.triton.query_groups import QueryGroups
-
-    if widths is None:
-        layout = QueryGroups.of(relevance, device)
-    else:
-        layout = QueryGroups(relevance, [slice(0, len(relevance.query_order))], [widths[0]], widths[1])
-    return EmbeddingSource(layout, precision, normalized, ops)
-
-
 def _may_capture(leaf: Tensor, config: LossConfig) -> bool:
     return (
         config.compute.cuda_graphs
@@ -366,6 +356,8 @@ def _replayed(
     """The loss of a small batch by CUDA graphs; None where it must run as usual."""
     if len(embeddings) > MOST_ROWS or not _may_capture(embeddings, config):
         return None
+    from rankgrad.ops.triton.embeddings import EmbeddingSource
+
     ops = lowering_for(config.ranker, given_scores=False)
 
     def build(*tensors: Tensor) -> tuple[tuple[EngineRelevance, Queries, Shares], Tensor]:
@@ -379,7 +371,7 @@ def _replayed(
     def loss(leaf: Tensor, made: tuple[EngineRelevance, Queries, Shares], widths: Sequence[int]) -> LossOutput:
         built, in_mean, shares = made
         normalized = config.compute.normalize
-        source = _fused_source(built, leaf.device, precision, normalized=normalized, ops=ops, widths=widths)
+        source = EmbeddingSource.of(built, leaf.device, precision, normalized=normalized, ops=ops, widths=widths)
         rows = prepared(leaf, config.compute, "triton")
         return _run(source, ops, config, in_mean, (rows,), caller="", shares=shares)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores
 from rankgrad.ops.pair_relevance import PairRelevance
+from rankgrad.ops.relevance import EngineRelevance
 from rankgrad.ops.thresholds import DescendingCounts
 from rankgrad.ops.triton.bucket_tables import BucketTables
 from rankgrad.ops.triton.embedding_gradient import EmbeddingGradient
@@ -66,6 +67,24 @@ class EmbeddingSource:
     precision: Precision
     normalized: bool
     ops: Lowering[Any]
+
+    @classmethod
+    def of(
+        cls,
+        relevance: EngineRelevance,
+        device: torch.device,
+        precision: Precision,
+        *,
+        normalized: bool,
+        ops: Lowering[Any],
+        widths: Sequence[int] | None = None,
+    ) -> "EmbeddingSource":
+        """For `ops`. `widths`, the most and the mean positives of a query, avoid reading them from the device."""
+        if widths is None:
+            layout = QueryGroups.of(relevance, device)
+        else:
+            layout = QueryGroups(relevance, [slice(0, len(relevance.query_order))], [widths[0]], widths[1])
+        return cls(layout, precision, normalized, ops)
 
     def __call__(self, queries: Tensor, candidates: Tensor | None = None) -> "FusedEmbeddingScores":
         layout, scale = self.layout, self.ops.threshold_scale
