@@ -87,7 +87,9 @@ class Launch:
     def key(self) -> tuple[object, ...]:
         """Equal for launches that compile to the same."""
         return self.name, *(
-            value if isinstance(value, (bool, int, float, str)) else str(getattr(value, "dtype", value))
+            value
+            if isinstance(value, (bool, int, float, str))
+            else str(getattr(value, "block_shape", getattr(value, "dtype", value)))
             for _, value in sorted(self.arguments.items())
         )
 
@@ -99,13 +101,15 @@ def _type_of(value: Any) -> str:
     }  # fmt: skip
     if isinstance(value, torch.Tensor):
         return types[value.dtype]
+    if hasattr(value, "block_shape"):  # a tensor descriptor
+        return f"tensordesc<{types[value.base.dtype][1:]}{list(value.block_shape)}>"
     return "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
 
 
 @contextmanager
 def recorded(card: Card) -> Iterator[list[Launch]]:
     """Kernels are not run but noted, with the tiles of this card."""
-    from rankgrad.ops.triton import embeddings
+    from rankgrad.ops.triton import embeddings, stored_scores
     from rankgrad.ops.triton.tiles import tile_within
 
     launches: list[Launch] = []
@@ -124,6 +128,7 @@ def recorded(card: Card) -> Iterator[list[Launch]]:
 
     with (
         patch.object(embeddings, "tile_for", tile_for),
+        patch.object(stored_scores, "takes_descriptors", lambda device: card.capability >= 90),
         patch.object(embeddings.FusedEmbeddingScores, "__init__", make),
         patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # the kernels may be called on a CPU
         rehearsal(note),

@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import importlib.util
 import os
 
 import pytest
@@ -44,6 +45,18 @@ def tree(tmp_path_factory):
         return built[name]
 
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def large_blocks():
+    """Triton's interpreter takes as long for a large block as for a small one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+            from rankgrad.ops.triton import stored_scores
+
+            for name in ("TALLY_ROWS", "TALLY_COLUMNS", "GRADIENT_TILE", "SQUARE_GRADIENT_TILE"):
+                patch.setattr(stored_scores, name, {"BM": 128, "BN": 128, "num_warps": 4})
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

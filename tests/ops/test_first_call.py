@@ -19,7 +19,8 @@ first_call = pytest.importorskip("rankgrad.ops.triton.first_call")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NORMALIZE = {"normalize_kernel", "normalize_bwd_kernel"}
-EMBEDDINGS = NORMALIZE | {"operand_kernel", "positives_kernel", "backward_kernel", "gather_kernel"}
+EMBEDDINGS = NORMALIZE | {"operand_kernel", "positives_kernel", "store_kernel", "gradient_kernel", "gather_kernel"}
+COUNT = {"fast": {"count_kernel"}, "high": {"tally_kernel"}}
 AMONG = {"among_kernel", "among_bwd_kernel"}
 GRIDS = {"grid_kernel", "scatter_kernel", "moment_kernel", "collect_kernel", "table_kernel"}
 BLACKBOX = {"proper_kernel", "perturb_kernel"}
@@ -52,24 +53,29 @@ def launches(call):
 @pytest.mark.parametrize(
     ("loss", "per_class", "of_ranker"),
     [
-        (rg.RecallAtKLoss(), 4, {"count_kernel"} | AMONG),
-        (rg.SmoothAPLoss(), 64, GRIDS | AMONG),
-        (rg.FastAPLoss(), 4, {"count_kernel"}),
-        (rg.RamboAPLoss(), 4, {"count_kernel"} | BLACKBOX),
-        (rg.RamboAPLoss(), 64, {"table_kernel", "scatter_kernel"} | BLACKBOX),
-        (rg.RankLoss(rg.UpperBound(0.1, 3.0, 0.2), rg.NDCG()), 4, {"count_kernel", "proper_kernel"}),
+        (rg.RecallAtKLoss(), 4, {"fast": {"count_kernel"} | AMONG, "high": {"centre_kernel", "tally_kernel"} | AMONG}),
+        (rg.SmoothAPLoss(), 64, dict.fromkeys(COUNT, GRIDS | AMONG)),
+        (rg.FastAPLoss(), 4, COUNT),
+        (rg.RamboAPLoss(), 4, {name: found | {"tally_kernel"} | BLACKBOX for name, found in COUNT.items()}),
+        (rg.RamboAPLoss(), 64, {name: {"table_kernel", "scatter_kernel"} | BLACKBOX for name in COUNT}),
+        (
+            rg.RankLoss(rg.UpperBound(0.1, 3.0, 0.2), rg.NDCG()),
+            4,
+            {name: found | {"proper_kernel"} for name, found in COUNT.items()},
+        ),
     ],
 )
 @pytest.mark.parametrize("precision", ["fast", "high"])
 def test_a_rehearsal_knows_the_launches_of_both_passes_and_runs_none(loss, per_class, of_ranker, precision):
     embeddings, labels = batch(per_class)
     loss.backend, loss.precision = "triton", precision
-    assert set(launches(lambda: loss(embeddings, labels))) == EMBEDDINGS | of_ranker
+    expected = EMBEDDINGS | of_ranker[precision]
+    assert set(launches(lambda: loss(embeddings, labels))) == expected
     assert launch_instead() is None
     with torch.no_grad():
         only_forward = set(launches(lambda: loss(embeddings, labels)))
-    assert only_forward < EMBEDDINGS | of_ranker
-    assert not only_forward & {"backward_kernel", "gather_kernel"}
+    assert only_forward < expected
+    assert not only_forward & {"gradient_kernel", "gather_kernel"}
 
 
 def test_every_kernel_that_is_launched_can_be_rehearsed():
@@ -107,7 +113,7 @@ def test_the_objective_of_the_user_does_not_see_a_rehearsal(gpu):
     embeddings, labels = batch(4)
     loss = rg.RankLoss(rg.Sigmoid(0.05), objective, backend="triton", cuda_graphs=False)
     value = loss(embeddings, labels)
-    assert gpu.names.count("count_kernel") == 1
+    assert gpu.names.count("operand_kernel") == 1
     assert seen == [True]
     expected = rg.RankLoss(rg.Sigmoid(0.05), objective, backend="reference")(embeddings, labels)
     torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-5)
@@ -172,17 +178,18 @@ def test_a_kind_of_call_is_compiled_once_and_loaded_by_other_threads(gpu):
     loss = rg.RamboAPLoss(backend="triton", precision="fast", cuda_graphs=False)
     for _ in range(2):
         loss(embeddings, labels)
-    assert sorted(set(gpu.names)) == sorted(EMBEDDINGS | {"count_kernel"} | BLACKBOX)
+    assert sorted(set(gpu.names)) == sorted(EMBEDDINGS | {"count_kernel", "tally_kernel"} | BLACKBOX)
     assert gpu.names.count("count_kernel") == 1
     assert {name for name, _ in gpu.loaded} == set(gpu.names)
     assert all(thread != threading.current_thread().name for _, thread in gpu.loaded)
     # one while the others are not known yet, then those that take longest
-    assert gpu.names[:3] == ["normalize_kernel", "backward_kernel", "count_kernel"]
+    assert gpu.names[:3] == ["normalize_kernel", "count_kernel", "gradient_kernel"]
     loss(embeddings[:64], labels[:64])  # of another size, which compiles nothing
     assert gpu.names.count("count_kernel") == 1
+    assert gpu.names.count("operand_kernel") == 1
     loss.precision = "high"
     loss(embeddings, labels)
-    assert gpu.names.count("count_kernel") == 2
+    assert gpu.names.count("operand_kernel") == 2
 
 
 def test_what_fails_in_a_rehearsal_does_not_stop_the_call(gpu):

@@ -9,13 +9,13 @@ TABLES = {name: table for name, table in vars(tiles).items() if name.endswith("_
 
 
 def test_there_are_tables_of_both_precisions():
-    assert {"COUNT_TILES", "SPLIT_COUNT_TILES"} <= set(TABLES)
+    assert {"COUNT_TILES", "SPLIT_TILES"} <= set(TABLES)
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_an_entry_holds_at_least_the_memory_it_takes(name):
     for needed, tile in TABLES[name][:-1]:
-        assert tiles.shared_memory(tile, split=name.startswith("SPLIT")) <= needed, tile
+        assert tiles.shared_memory(tile) <= needed, tile
     assert TABLES[name][-1][0] == 0, "there is a tile for every GPU"
 
 
@@ -24,10 +24,10 @@ def test_an_entry_holds_at_least_the_memory_it_takes(name):
 def test_what_a_gpu_gets_fits(name, card):
     for first in (0, 1):  # with many thresholds the first is left out
         tile = tiles.tile_within(TABLES[name][first:], card.shared)
-        assert tiles.shared_memory(tile, split=name.startswith("SPLIT")) <= card.shared
+        assert tiles.shared_memory(tile) <= card.shared
 
 
 def test_the_calculation_is_what_the_compiler_takes_on_hopper():
     # `python -m benchmarks.other_gpus` for sm_90; before Hopper there is one stage less
-    assert tiles.shared_memory(tiles.COUNT_TILES[0][1], split=False) == 147_456
-    assert tiles.shared_memory(tiles.SPLIT_COUNT_TILES[0][1], split=True) == 196_608
+    assert tiles.shared_memory(tiles.COUNT_TILES[0][1]) == 147_456
+    assert tiles.shared_memory(tiles.DESCRIBED_TILE) == 147_456

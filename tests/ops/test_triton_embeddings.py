@@ -13,6 +13,10 @@ from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
 
 pytest.importorskip("triton")
 embeddings_module = pytest.importorskip("rankgrad.ops.triton.embeddings")
+lowerings = pytest.importorskip("rankgrad.ops.triton.lowerings")
+passes = pytest.importorskip("rankgrad.ops.triton.passes")
+stored_scores = pytest.importorskip("rankgrad.ops.triton.stored_scores")
+tiles = pytest.importorskip("rankgrad.ops.triton.tiles")
 
 # a power that overflows is a sigmoid that is 0 or 1; numpy, under the interpreter, remarks on it
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -119,7 +123,8 @@ def test_references_that_are_relevant_to_no_query(ranker):
 @pytest.mark.parametrize("ranker", RANKERS, ids=str)
 def test_ragged_classes_in_groups_and_chunks(ranker, monkeypatch):
     monkeypatch.setattr(relevance, "ONE_GROUP", 0)
-    monkeypatch.setattr(embeddings_module, "GRADIENT_ROWS", 128)
+    monkeypatch.setattr(passes, "GRADIENT_ROWS", 128)
+    monkeypatch.setattr(passes, "SCORE_COLUMNS", 128)
     sizes = torch.tensor([1] * 130 + [3] * 45 + [20])
     labels = torch.arange(len(sizes)).repeat_interleave(sizes)
     labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(3))].to(DEVICE)
@@ -127,6 +132,39 @@ def test_ragged_classes_in_groups_and_chunks(ranker, monkeypatch):
     layout = embeddings_module.QueryGroups.of(IntervalRelevance.build(labels), labels.device)
     assert len(layout.groups) == 3, layout.widths
     assert_as_good_as_float32(ranker, embeddings, labels)
+
+
+def test_a_score_of_two_passes_is_made_once(monkeypatch):
+    monkeypatch.setattr(passes, "GRADIENT_ROWS", 128)
+    made = []
+    store = stored_scores.StoredScores._store
+    monkeypatch.setattr(
+        stored_scores.StoredScores, "_store", lambda self, rows, columns: (
+            made.append((rows, columns)), store(self, rows, columns))[1]
+    )  # fmt: skip
+    embeddings, labels = batch(200, 50)
+    half = [(slice(0, 128), slice(0, 200)), (slice(128, 200), slice(128, 200))]
+    for ranker, precision, expected in (
+        (rg.Exact(), "high", half),
+        (rg.Histogram(5), "high", half),
+        (rg.Histogram(5), "fast", []),
+    ):
+        made.clear()
+        loss = rg.RankLoss(ranker, rg.AveragePrecision(), backend="triton", precision=precision)
+        with torch.no_grad():
+            loss(embeddings, labels)
+        assert made == expected
+
+
+@pytest.mark.parametrize(("precision", "descriptors"), [("fast", False), ("high", False), ("high", True)])
+def test_a_score_is_the_same_to_the_last_bit_whichever_of_its_items_is_the_query(precision, descriptors, monkeypatch):
+    monkeypatch.setattr(tiles, "DESCRIPTORS", descriptors)
+    embeddings = 7 * torch.randn(130, 300, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    layout = embeddings_module.QueryGroups.of(IntervalRelevance.build(torch.arange(130).to(DEVICE)), embeddings.device)
+    source = embeddings_module.FusedEmbeddingScores(embeddings, None, layout, precision, normalized=False)
+    stored = source._stored(lowerings.lowering_of(rg.Sigmoid(0.01), given_scores=False), source._passes([source.everyone]))
+    scores = next(stored.blocks(0, source.everyone)).scores[:130, :130]
+    assert torch.equal(scores, scores.t())
 
 
 def test_the_query_in_its_own_list():
@@ -179,7 +217,8 @@ def test_equal_embeddings_tie_whatever_their_length(precision):
     torch.testing.assert_close(fused.double(), exact, rtol=0, atol=0.02 if precision == "fast" else 1e-5)
 
 
-def test_the_same_input_gives_the_same_bits():
+def test_the_same_input_gives_the_same_bits(monkeypatch):
+    monkeypatch.setattr(passes, "GRADIENT_ROWS", 128)
     for ranker in (rg.Sigmoid(0.05), rg.Blackbox(20.0)):
         loss = rg.RankLoss(ranker, rg.AveragePrecision(), backend="triton", precision="fast")
         first, second = run(loss, *batch(140, 30)), run(loss, *batch(140, 30))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.test_triton_embeddings import DEVICE, assert_as_good_as_float32, embeddings_module, error, poison, run
+from ops.test_triton_embeddings import DEVICE, assert_as_good_as_float32, embeddings_module, error, passes, poison, run
 from torch import Tensor
 
 import rankgrad as rg
@@ -57,7 +57,7 @@ def test_sums_that_have_room_for_millions_of_candidates_are_as_good_as_in_float3
 def test_groups_and_chunks_of_queries(monkeypatch, ranker):
     monkeypatch.setattr(relevance, "ONE_GROUP", 0)
     monkeypatch.setattr(grids, "MOMENT_BYTES", 0)
-    monkeypatch.setattr(embeddings_module, "GRADIENT_ROWS", 128)
+    monkeypatch.setattr(passes, "GRADIENT_ROWS", 128)
     assert_as_good_as_float32(ranker, *batch([1] * 118 + [2] * 5 + [9]))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.test_triton_embeddings import DEVICE, RANKERS, assert_as_good_as_float32, embeddings_module, poison, run
+from ops.test_triton_embeddings import DEVICE, RANKERS, assert_as_good_as_float32, passes, poison, run
 from torch import Tensor
 
 import rankgrad as rg
@@ -43,7 +43,8 @@ def test_a_batch_is_as_good_as_in_float32(ranker):
 @pytest.mark.parametrize("ranker", [rg.Sigmoid(0.05), rg.Blackbox(20.0, 0.02), rg.Histogram(5)], ids=str)
 def test_queries_against_a_gallery_in_groups_and_chunks(ranker, monkeypatch):
     monkeypatch.setattr(relevance, "ONE_GROUP", 0)
-    monkeypatch.setattr(embeddings_module, "GRADIENT_ROWS", 128)
+    monkeypatch.setattr(passes, "GRADIENT_ROWS", 128)
+    monkeypatch.setattr(passes, "SCORE_COLUMNS", 128)
     queries, gallery = rows(260), rows(150, seed=2)
     matrix = torch.rand(260, 150, generator=torch.Generator().manual_seed(4)) < torch.linspace(0, 0.02, 260)[:, None]
     self_index = torch.full((260,), -1)

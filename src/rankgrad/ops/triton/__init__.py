@@ -1,1 +1,1 @@
-"""Triton kernels: tiles of scores that never leave the chip."""
+"""Triton kernels."""

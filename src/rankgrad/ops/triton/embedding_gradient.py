@@ -30,7 +30,7 @@ class EmbeddingGradient:
         self.relevance = layout.relevance
         self.symmetric = len(bases) == 1 and self.relevance.symmetric
         operands = (queries,) if self.symmetric else (queries, candidates)
-        self.products = [torch.zeros(of.plain.shape, device=of.plain.device) for of in operands]
+        self.products = [torch.zeros(len(of.plain), of.plain.shape[1] // of.parts, device=of.plain.device) for of in operands]
 
     def add(self, gradient: list[Tensor], rows: slice) -> None:
         """Multiply with the gradient of the scores of these queries: with all candidates, or from the first of `rows` on.
@@ -74,8 +74,7 @@ class EmbeddingGradient:
         grads = []
         for found, product, order, other in zip(sums, self.products, orders, others, strict=True):
             rows, d = found.shape
-            whole = product[:rows].view(rows, other.parts, -1)[:, :, :d].sum(dim=1)
-            found.addcmul_(whole, 1 / (self.scale * other.scale))
+            found.addcmul_(product[:rows, :d], 1 / (self.scale * other.scale))
             grads.append(torch.empty_like(found).index_copy_(0, order, found))
         return (grads[0].add_(grads[1]),) if len(self.bases) == 1 else tuple(grads)
 
@@ -104,7 +103,6 @@ class EmbeddingGradient:
             product=product,
             product_scale=1 / (self.scale * other.scale),
             product_width=product.shape[1],
-            SPLIT=other.parts == 2,
             order=order,
             out=out,
             items=items,
@@ -126,11 +124,9 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
 
 
 def _add_products(out: Tensor, gradient: list[Tensor], rows: Tensor) -> None:
-    """Out += gradient @ rows. With two parts of both, the high gradient is multiplied with both parts of the rows at once.
-
-    The low part of the gradient is kept 2048 times, and its product joins that of the low parts of the rows: both are small.
-    """
-    _add_product(out, gradient[0], rows)
+    """Out += gradient @ rows, of one part each or of a high and a low part; the low part of the gradient is kept 2048 times."""
+    width = out.shape[1]
     if len(gradient) > 1:
-        half = rows.shape[1] // 2
-        _add_product(out[:, half:], gradient[1], rows[:, :half], alpha=1 / 2048)
+        _add_product(out, gradient[1], rows[:, :width], alpha=1 / 2048)
+        _add_product(out, gradient[0], rows[:, width:])
+    _add_product(out, gradient[0], rows[:, :width])

@@ -16,7 +16,6 @@ from rankgrad.ops.thresholds import DescendingCounts
 from rankgrad.ops.triton.bucket_tables import BucketTables
 from rankgrad.ops.triton.embedding_gradient import EmbeddingGradient
 from rankgrad.ops.triton.embedding_kernels import (
-    backward_kernel,
     count_kernel,
     listed_positives_kernel,
     positives_kernel,
@@ -25,27 +24,20 @@ from rankgrad.ops.triton.embedding_kernels import (
 from rankgrad.ops.triton.grids import MOST_CELLS, QueryGrids, cells_of_unit_vectors
 from rankgrad.ops.triton.lowerings import BackwardArgs, CountArgs, Lowering
 from rankgrad.ops.triton.operands import Operands, Precision, operand_scale, padded
+from rankgrad.ops.triton.passes import Passes
 from rankgrad.ops.triton.query_groups import QueryGroups
 from rankgrad.ops.triton.ranker_kernels import GRID, SHARED, SIGMOID, num_buckets
+from rankgrad.ops.triton.score_tiles import CUT_OFF, FLUSH
+from rankgrad.ops.triton.stored_scores import StoredScores, Tally
 from rankgrad.ops.triton.tiles import (
-    BACKWARD_TILES,
     COUNT_TILES,
-    LOOK_UP,
     MANY_THRESHOLDS,
-    SPLIT_BACKWARD_TILES,
-    SPLIT_COUNT_TILES,
-    SPLIT_LOOK_UP,
-    STRIPE,
+    SPLIT_TILES,
+    STORE_TILES,
     TILE,
     Tiles,
     tile_for,
 )
-
-# Most rows of the score gradient that exist at once, of all its parts, and most bytes of them: fewer rows leave an H200 idle in
-# a product with 512 columns, or 1,024 where both parts of the embeddings are multiplied; 4 GiB are their share of memory at a
-# million candidates.
-GRADIENT_ROWS = 4096
-GRADIENT_BYTES = 2**32
 
 # Positives of a query, on average and rounded up (from 33 on), from which on it is faster to find the place of a candidate on a
 # grid or among sorted positives than to compare it with each of them. RS@k of 16,384 items on an H200, in ms, comparing and on
@@ -153,7 +145,7 @@ class FusedEmbeddingScores:
         num_relevant = self.relevance.num_relevant[rows]
         valid = torch.arange(width, device=self.query_order.device) < num_relevant[:, None]
         common: dict[str, Any] = {"out": scores, "first_row": rows.start, "num_rows": count, "P": width, **self._shape}
-        tile = self._tile(COUNT_TILES, SPLIT_COUNT_TILES, width)
+        tile = self._tile(COUNT_TILES, SPLIT_TILES, width)
         common |= self._operands(self.threshold_scale)
         if width and isinstance(self.relevance, PairRelevance):
             listed, _ = self.relevance.positives(rows, width)
@@ -181,18 +173,19 @@ class FusedEmbeddingScores:
 
     def _narrow_tile(self, num_thresholds: int) -> dict[str, int]:
         """For kernels with an address for every score, and scores the same to the last bit as those of counting."""
-        return {**self._tile(COUNT_TILES, SPLIT_COUNT_TILES, num_thresholds), "BN": TILE // 2, "num_warps": 8}
+        return {**self._tile(COUNT_TILES, SPLIT_TILES, num_thresholds), "BN": TILE // 2, "num_warps": 8}
 
     def _operands(self, score_scale: float) -> dict[str, Tensor]:
         """What makes a score, in multiples of 1 / score_scale."""
         if score_scale not in self.scaled:
             q, c = self.queries, self.candidates
+            summed = min(self._shape["D"], FLUSH.value) if self.precision == "high" and self.asm else 0
             self.scaled[score_scale] = {
                 "queries": q.operand,
                 "candidates": c.operand,
-                "row_bias": q.row_bias * score_scale,
-                "column_bias": c.column_bias * score_scale,
-                "alpha": score_scale / (q.scale * c.scale),
+                "row_bias": q.bias * score_scale,
+                "column_bias": c.bias * score_scale,
+                "alpha": score_scale * (1 + CUT_OFF * summed) / (q.scale * c.scale),
             }
         return self.scaled[score_scale]
 
@@ -214,35 +207,40 @@ class FusedEmbeddingScores:
         if mode is not None:
             return self._count_by_search(ops, thresholds, keep=keep)
         if ops.per_positive:
+            groups = self.row_blocks
             args = [ops.count_args(*block, device) for block in zip(thresholds, widths, strict=True)]
-            found = [self._count(ops, *block) for block in zip(args, self.row_blocks, strict=True)]
+        else:  # all queries have the same thresholds, however many positives they have
+            groups, args = [self.everyone], [ops.count_args(thresholds[0], widths[0], device)]
+        # three products of a score cost more than to store their sum, read it again, and count it for both of its queries where
+        # they are in one set; one product does not
+        if self.precision == "high":
+            found = self._count_stored(ops, args, self._passes(groups))
+        else:
+            found = [self._count(ops, *block) for block in zip(args, groups, strict=True)]
+        if ops.per_positive:
             self.kept = [kept for _, kept in found]
             return [counts for counts, _ in found]
-        # all queries have the same thresholds, however many positives they have
-        counts, _ = self._count(ops, ops.count_args(thresholds[0], widths[0], device), self.everyone)
         self.kept = [None for _ in self.row_blocks]
-        return [counts[rows] for rows in self.row_blocks]
+        return [found[0][0][rows] for rows in self.row_blocks]
 
     def _count(self, ops: Lowering[Any], args: CountArgs, rows: slice) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """[rows, P] counts, and (slopes, centres) where `ops` keeps them."""
         count = rows.stop - rows.start
         width = args.num_thresholds
-        tile = self._tile(COUNT_TILES, SPLIT_COUNT_TILES, width if ops.per_positive else 0)
+        tile = self._tile(COUNT_TILES, SPLIT_TILES, width if ops.per_positive else 0)
         row_tiles, column_tiles = triton.cdiv(count, TILE), triton.cdiv(self.num_candidates, tile["BN"])
-        # enough programs for two waves on a large GPU; splits are summed in a fixed order
+        # enough programs for two waves on a large GPU
         per_split = triton.cdiv(column_tiles, max(1, min(column_tiles, 264 // row_tiles)))
         splits = triton.cdiv(column_tiles, per_split)
-        shape = (1 + ops.keeps_slopes, splits, width, count)
-        sums = torch.zeros(shape, dtype=ops.count_dtype, device=self.query_order.device)
-        centres = torch.zeros(count if ops.keeps_slopes else 1, device=self.query_order.device)
+        tally = Tally.zeros(ops, args, rows, self.query_order.device, splits)
         if width:
             count_kernel[(row_tiles, splits)](
                 **self._operands(ops.score_scale),
                 **self.layout.lists,
                 thresholds=args.thresholds,
-                counts=sums[0],
-                slopes=sums[-1],
-                centres=centres,
+                counts=tally.counts,
+                slopes=tally.slopes,
+                centres=tally.centres,
                 first_row=rows.start,
                 num_rows=count,
                 num_candidates=self.num_candidates,
@@ -253,8 +251,27 @@ class FusedEmbeddingScores:
                 **self._constants,
                 **tile,
             )
-        total = sums.sum(dim=1)
-        return total[0].t().contiguous(), (total[1], centres) if ops.keeps_slopes else None
+        return tally.result(ops)
+
+    def _count_stored(
+        self, ops: Lowering[Any], args: Sequence[CountArgs], passes: Passes
+    ) -> list[tuple[Tensor, tuple[Tensor, Tensor] | None]]:
+        """`_count` for every group, from stored scores: those of a batch against itself are made once."""
+        stored, device = self._stored(ops, passes), self.query_order.device
+        tallies = [Tally.zeros(ops, of_group, group, device) for of_group, group in zip(args, passes.groups, strict=True)]
+        for tally in tallies:
+            stored.find_centres(tally)
+        for index, rows in passes:
+            for block in stored.blocks(index, rows):
+                stored.tally(tallies, block)
+        return [tally.result(ops) for tally in tallies]
+
+    def _passes(self, groups: Sequence[slice]) -> Passes:
+        return Passes(groups, self.num_candidates, self.queries.parts, self.symmetric)
+
+    def _stored(self, ops: Lowering[Any], passes: Passes) -> StoredScores:
+        tile = self._tile(STORE_TILES, SPLIT_TILES, 0)
+        return StoredScores(ops, passes, self.layout.lists, self._operands(ops.score_scale), self._constants, tile)
 
     def _near(self, ops: Lowering[Any]) -> bool:
         """Whether thresholds lie within two parts of length SHARED: scores of unit vectors are in [-1, 1]."""
@@ -323,65 +340,26 @@ class FusedEmbeddingScores:
         return [ops.threshold_grad(*block) for block in zip(rank_grads, self.kept, args, strict=True)]
 
     def _multiply_gradient(self, ops: Lowering[Any], args: Sequence[BackwardArgs], groups: Sequence[slice]) -> None:
-        memory = self._gradient_memory(max(group.stop - group.start for group in groups))
-        for block in range(len(groups)):
-            self._backward_group(ops, args, groups, block, memory)
-
-    def _gradient_memory(self, largest_group: int) -> Tensor:
-        """[1 or 2, rows of the score gradient that exist at once, candidates] in float16, reused by every pass."""
-        parts = 2 if self.precision == "high" else 1
-        candidates = padded(self.num_candidates, TILE)
-        rows_that_fit = max(GRADIENT_BYTES // (2 * candidates * parts) // TILE * TILE, TILE)
-        rows = min(max(GRADIENT_ROWS // parts, TILE), rows_that_fit, padded(largest_group, TILE))
-        return torch.empty(parts, rows, candidates, dtype=torch.float16, device=self.query_order.device)
-
-    def _backward_group(
-        self, ops: Lowering[Any], args: Sequence[BackwardArgs], groups: Sequence[slice], block: int, memory: Tensor
-    ) -> None:
-        """All passes over a group of queries: gradient tiles, then the library's products with them."""
-        group, all_rows, size, mode = groups[block], len(self.query_order), memory.shape[1], self.many_mode(ops)
-        for begin in range(group.start, group.stop, size):
-            end = min(begin + size, group.stop)
-            first_column = begin if self.symmetric else 0
-            width = (all_rows if self.symmetric else self.num_candidates) - first_column
-            stride = padded(width, TILE)  # the library's products are slow where a length is odd
-            buffers = [part.view(-1)[: (end - begin) * stride].view(end - begin, stride) for part in memory]
-            # columns of one set of embeddings are queries too, group by group; other candidates are one group
-            for other, columns in enumerate(groups if self.symmetric else [slice(0, self.num_candidates)]):
-                start = max(columns.start, begin) if self.symmetric else 0
-                if columns.stop <= start:
-                    continue
-                row_args, column_args = args[block], args[other] if self.symmetric else args[block]
-                written = first_column + stride if columns.stop == first_column + width else columns.stop
-                most = max(row_args.num_thresholds, column_args.num_thresholds) if ops.per_positive else 0
-                tile = self._tile(BACKWARD_TILES, SPLIT_BACKWARD_TILES, most)
-                if mode is not None:
-                    tile = SPLIT_LOOK_UP if self.precision == "high" else LOOK_UP
-                tiles = triton.cdiv(written - start, tile["BN"]) * triton.cdiv(end - begin, TILE)
-                backward_kernel[(tiles,)](
-                    **self._operands(ops.score_scale),
-                    **self.layout.lists,
-                    **row_args.kernel_args("row"),
-                    **column_args.kernel_args("column"),
-                    high=buffers[0],
-                    low=buffers[-1],
-                    first_row=group.start,
-                    num_rows=group.stop - group.start,
-                    pass_row=begin,
-                    pass_rows=end - begin,
-                    first_column=columns.start,
-                    num_columns=columns.stop - columns.start,
-                    from_column=start,
-                    last_written=written,
-                    num_candidates=self.num_candidates,
-                    row_width=stride,
-                    **(ops.constants | ({} if mode is None else {"MODE": mode})),
-                    SYMMETRIC=self.symmetric,
-                    GROUP=STRIPE,
-                    **self._constants,
-                    **tile,
-                )
-            self.gradient.add(buffers, slice(begin, end))
+        """Passes over the queries: scores, their gradient, then the library's products with that."""
+        passes, mode = self._passes(groups), self.many_mode(ops)
+        stored = self._stored(ops, passes)
+        shape = (passes.parts, passes.rows, padded(self.num_candidates, TILE))
+        memory = torch.empty(shape, dtype=torch.float16, device=self.query_order.device)
+        reached = [
+            Tally(group, of_group.perturbed, of_group.reached, of_group.reached, of_group.extra)
+            for of_group, group in zip(args, groups, strict=True)
+            if mode is None and of_group.reached is not None
+        ]
+        for index, rows in passes:
+            height = rows.stop - rows.start
+            # the library's products are slow where a length is odd
+            stride = padded(self.num_candidates - (rows.start if self.symmetric else 0), TILE)
+            gradient = [part.view(-1)[: height * stride].view(height, stride) for part in memory]
+            for block in stored.blocks(index, rows):
+                if reached:
+                    stored.tally(reached, block)
+                stored.gradient(args, block, mode, gradient)
+            self.gradient.add(gradient, rows)
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
         return self.gradient.finish(d_positives)

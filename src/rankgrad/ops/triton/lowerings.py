@@ -64,6 +64,11 @@ class BackwardArgs:
         self.peak = peak  # [] bound of the gradient of a score
         self.reached = reached  # [P, rows] int32 scores that reach the perturbed thresholds, if they are counted
 
+    @property
+    def perturbed(self) -> CountArgs:
+        """The perturbed thresholds, which stand in place of weights where they are counted."""
+        return CountArgs(self.weights, self.num_thresholds)
+
     @classmethod
     def joined(cls, parts: Sequence["BackwardArgs"]) -> "BackwardArgs":
         """Those of several row blocks with equally many thresholds as of one; nothing may be counted."""

@@ -13,13 +13,13 @@ from rankgrad.ops.triton.kernel import kernel
 
 @kernel()
 def operand_kernel(
-    base, order, mean, scale, operand, plain, row_bias, column_bias, d,
+    base, order, mean, scale, operand, plain, bias, d,
     SPLIT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """One row of the operands, in class order and scaled; DP is d padded with zeros to a multiple of the product's step.
 
     SPLIT: x = high + low in two float16, DP of each. Otherwise: x less the mean in float16, the mean's share in the scores as
-    biases, and x itself for the products of the backward pass.
+    a bias, and x itself for the products of the backward pass.
     """
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(order + i)
@@ -42,8 +42,7 @@ def operand_kernel(
             mean_square += tl.sum(b_mean * b_mean, 0)
             tl.store(operand + i * DP + o_d, ((b_x - b_mean) * b_scale).to(tl.float16), mask=m_o)
             tl.store(plain + i * DP + o_d, (b_x * b_scale).to(tl.float16), mask=m_o)
-    tl.store(row_bias + i, to_mean)
-    tl.store(column_bias + i, to_mean - mean_square)
+    tl.store(bias + i, to_mean - 0.5 * mean_square)
 
 
 @kernel()

@@ -67,9 +67,8 @@ def normalize(x: Tensor) -> Tensor:
 class Operands:
     """Embeddings as the kernels read them: float16, in class order, padded to whole tiles."""
 
-    operand: Tensor  # [rows, width] in whole steps of a product: one part less the mean, or high and low parts
-    row_bias: Tensor  # [rows] what centring took from a query's scores
-    column_bias: Tensor  # [rows] and from a candidate's
+    operand: Tensor  # [rows past all tiles, width] in whole steps of a product: one part less the mean, or high and low parts
+    bias: Tensor  # [rows] what centring took from the scores of an item; that of a pair is the sum of two
     plain: Tensor  # [items in whole tiles, width] as `operand` without centring, for the products of the backward pass
     scale: Tensor  # [1] of the numbers in both
     parts: int  # 1, or 2 with a high and a low part in each row
@@ -78,7 +77,7 @@ class Operands:
     def of(cls, base: Tensor, order: Tensor, mean: Tensor, scale: Tensor, precision: Precision) -> "Operands":
         items, d = base.shape
         split = precision == "high"
-        rows, step = padded(items, WIDEST), padded(d, STEP)
+        rows, step = padded(items, WIDEST) + TILE, padded(d, STEP)  # a tile of stored scores may begin at any TILE
 
         def new(columns: int) -> Tensor:
             out = base.new_empty(rows, columns, dtype=torch.float16)
@@ -87,7 +86,7 @@ class Operands:
 
         operand = new(2 * step if split else step)
         plain = operand if split else new(step)
-        biases = base.new_zeros(2, rows)
+        bias = base.new_zeros(rows)
         operand_kernel[(items,)](
             base=base,
             order=order,
@@ -95,14 +94,13 @@ class Operands:
             scale=scale,
             operand=operand,
             plain=plain,
-            row_bias=biases[0],
-            column_bias=biases[1],
+            bias=bias,
             d=d,
             SPLIT=split,
             DP=step,
             BD=min(1024, 1 << (step - 1).bit_length()),
         )
-        return cls(operand, biases[0], biases[1], plain[: padded(items, TILE)], scale, 1 + split)
+        return cls(operand, bias, plain[: padded(items, TILE)], scale, 1 + split)
 
 
 def operand_scale(base: Tensor, normalized: bool) -> Tensor:

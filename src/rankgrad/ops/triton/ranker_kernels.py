@@ -4,6 +4,7 @@ The kernels of `embedding_kernels` walk over tiles and call device functions, wh
 
     begin_rows      thresholds that the rows of a tile have, and what is computed once for them
     count_tile      a tile's part of the counts
+    count_list      the counts of stored scores
     tally_tile      the same where thresholds are searched
     backward_tile   a tile's part of the gradient
 
@@ -161,6 +162,89 @@ def count_tile(
 
 
 @triton.jit
+def count_list(
+    p_s, other_stride, num_others, b_centre, thresholds, counts, slopes, o_r, m_m, num_rows, p, P,
+    MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr, HELD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Adds what of the lists at p_s is ahead of thresholds p to p + HELD, at most 3, to the counts, and the slopes to theirs.
+
+    Every thread has sums of its own until the end of the lists, so that nothing crosses threads on the way.
+    """
+    DTYPE: tl.constexpr = tl.int32 if MODE == STEP else tl.float32
+    b_t0 = _threshold(thresholds, o_r, m_m, num_rows, p, P, MODE, BM)
+    b_t1 = _threshold(thresholds, o_r, m_m, num_rows, p + 1, P, MODE, BM)
+    b_t2 = _threshold(thresholds, o_r, m_m, num_rows, p + 2, P, MODE, BM)
+    b_c0 = tl.zeros([BM, BN], DTYPE)
+    b_c1 = tl.zeros([BM, BN], DTYPE)
+    b_c2 = tl.zeros([BM, BN], DTYPE)
+    b_a0 = tl.zeros([BM, BN], DTYPE)
+    b_a1 = tl.zeros([BM, BN], DTYPE)
+    b_a2 = tl.zeros([BM, BN], DTYPE)
+    for first in range(0, num_others, BN):
+        o_o = first + tl.arange(0, BN)
+        b_x = tl.load(p_s + o_o[None, :] * other_stride, mask=(o_o < num_others)[None, :], other=float("-inf"))
+        if FACTORED:
+            b_x = _power(b_x - b_centre[:, None])
+        b_ahead, b_slope = _ahead(b_x, b_centre, b_t0, MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM)
+        b_c0 += b_ahead
+        b_a0 += b_slope
+        if HELD > 1:
+            b_ahead, b_slope = _ahead(b_x, b_centre, b_t1, MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM)
+            b_c1 += b_ahead
+            b_a1 += b_slope
+        if HELD > 2:
+            b_ahead, b_slope = _ahead(b_x, b_centre, b_t2, MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM)
+            b_c2 += b_ahead
+            b_a2 += b_slope
+    _add_sums(b_c0, b_a0, counts, slopes, o_r, m_m, num_rows, p, P, MODE, BM)
+    if HELD > 1:
+        _add_sums(b_c1, b_a1, counts, slopes, o_r, m_m, num_rows, p + 1, P, MODE, BM)
+    if HELD > 2:
+        _add_sums(b_c2, b_a2, counts, slopes, o_r, m_m, num_rows, p + 2, P, MODE, BM)
+
+
+@triton.jit
+def _threshold(thresholds, o_r, m_m, num_rows, p, P, MODE: tl.constexpr, BM: tl.constexpr):
+    """The p-th of each query, +inf past the last."""
+    if MODE == RAMP:  # edges are one apart, from the one that `thresholds` points to downwards
+        b_t = tl.zeros([BM], tl.float32) + (tl.load(thresholds) - p)
+    else:
+        b_t = tl.load(
+            thresholds + tl.cast(p, tl.int64) * num_rows + o_r, mask=m_m & (tl.full([BM], p, tl.int32) < P), other=float("inf")
+        )
+    return b_t
+
+
+@triton.jit
+def _ahead(
+    b_x, b_centre, b_t, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """How much each score of a tile is ahead of its row's threshold, and the slope (SIGMOID, BOUND)."""
+    if MODE == STEP:
+        b_ahead = (b_x >= b_t[:, None]).to(tl.int32)
+        b_slope = b_ahead
+    elif MODE == RAMP:
+        b_ahead = tl.minimum(tl.maximum(b_x - b_t[:, None], 0.0), 1.0)
+        b_slope = b_ahead
+    else:
+        b_ahead, b_slope = _soft_step(
+            b_x, b_centre[:, None], b_t[:, None], MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM
+        )  # fmt: skip
+    return b_ahead, b_slope
+
+
+@triton.jit
+def _add_sums(b_c, b_a, counts, slopes, o_r, m_m, num_rows, p, P, MODE: tl.constexpr, BM: tl.constexpr):
+    p_out = tl.cast(p, tl.int64) * num_rows + o_r
+    m_out = m_m & (tl.full([BM], p, tl.int32) < P)
+    tl.store(counts + p_out, tl.load(counts + p_out, mask=m_out, other=0) + tl.sum(b_c, 1), mask=m_out)
+    if (MODE == SIGMOID) or (MODE == BOUND):  # noqa: SIM109
+        tl.store(slopes + p_out, tl.load(slopes + p_out, mask=m_out, other=0) + tl.sum(b_a, 1), mask=m_out)
+
+
+@triton.jit
 def _count_soft(
     b_x, b_centre, p_t, p_c, p_a, m_m, b_from, b_until, stride, P,
     MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
@@ -204,7 +288,6 @@ def backward_tile(
         P = tl.max(tl.load(num_relevant + o_i, mask=m_v, other=0), 0)  # no more than a query of this tile has
     p_t = thresholds + o_r
     p_w = weights + o_r
-    p_c = reached + o_r
     if MODE == GRID:
         b_g += look_up(b_s, thresholds, weights, o_r, m_v, P, AXIS)
     elif MODE == SEARCH:
@@ -215,17 +298,17 @@ def backward_tile(
         # two calls and not one with a branch inside: either the score or its power is alive in the loop
         if tl.max(b_extra, 0) < float("inf"):
             b_g = _add_thresholds(
-                b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P,
+                b_g, b_s, b_extra, p_t, p_w, m_v, stride, P,
                 AXIS, MODE, DELTA, SLOPE, OFFSET, True, PRECISE, ASM,
             )  # fmt: skip
         else:
             b_g = _add_thresholds(
-                b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P,
+                b_g, b_s, b_extra, p_t, p_w, m_v, stride, P,
                 AXIS, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM,
             )  # fmt: skip
     else:
         b_g = _add_thresholds(
-            b_g, b_s, b_extra, p_t, p_w, p_c, m_v, m_reached, stride, P,
+            b_g, b_s, b_extra, p_t, p_w, m_v, stride, P,
             AXIS, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM,
         )  # fmt: skip
     return b_g
@@ -262,7 +345,7 @@ def _crossings(b_s, thresholds, tables, scale, reached, o_r, m_v, m_reached, P, 
 
 @triton.jit
 def _add_thresholds(
-    b_g, b_s, b_extra, p_t, p_w, p_reached, m_v, m_reached, stride, P,
+    b_g, b_s, b_extra, p_t, p_w, m_v, stride, P,
     AXIS: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
     FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -286,10 +369,7 @@ def _add_thresholds(
             _, b_steep = _soft_step(b_x, b_extra, b_t, MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM)
             b_g += b_w * b_steep
         elif MODE == STEP:  # w is the perturbed threshold
-            b_now = b_w > b_s
-            b_g += (b_now.to(tl.float32) - (b_t > b_s).to(tl.float32)) * b_extra
-            tl.atomic_add(p_reached, tl.sum(tl.where(b_now, 0, 1), AXIS), mask=m_reached, sem="relaxed")
-            p_reached += stride
+            b_g += ((b_w > b_s).to(tl.float32) - (b_t > b_s).to(tl.float32)) * b_extra
         else:  # w is the step of the table at this edge, edges are one apart
             b_g += tl.where(b_s > b_t - p, b_w, 0.0)
     return b_g

@@ -1,6 +1,8 @@
 """How much of the scores a program takes on at once: tiles, and which of them a GPU has the memory for."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -10,9 +12,8 @@ TILE = 128
 WIDEST = 256
 STEP = 64
 
-# Tiles and schedules, best first, found by timing on an H200: an entry holds the shared memory it needs. A counting tile is
-# wider than a gradient tile, which needs registers for scores, powers and sums at once. They are not tuned at run time: to
-# compile one more candidate takes longer than a training step gains from it in a thousand calls.
+# Tiles and schedules, best first, found by timing on an H200: an entry holds the shared memory it needs. They are not tuned at
+# run time: to compile one more candidate takes longer than a training step gains from it in a thousand calls.
 Tiles: TypeAlias = Sequence[tuple[int, dict[str, int]]]
 COUNT_TILES: Tiles = (
     (190_000, {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}),
@@ -21,30 +22,47 @@ COUNT_TILES: Tiles = (
     (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
     (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
 )
-SPLIT_COUNT_TILES: Tiles = (
-    (200_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
-    (99_000, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 3}),
+SPLIT_TILES: Tiles = (
+    (200_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 4}),
+    (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
     (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
 )
-BACKWARD_TILES: Tiles = (
-    (125_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 4}),
-    (99_000, {"BM": TILE, "BN": TILE // 4, "BK": 64, "num_warps": 4, "num_stages": 3}),
-    (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
+STORE_TILES: Tiles = (
+    (190_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3}),
+    (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
+    (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
 )
-SPLIT_BACKWARD_TILES: Tiles = (
-    (125_000, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 4}),
-    (99_000, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 3}),
-    (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2}),
-)
-STRIPE = 8
+# where operands come by tensor descriptors, which need no registers for addresses
+DESCRIBED_TILE = {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}
+STRIPE = 16
 
-# To read from grids or sorted positives: these tiles leave most of the shared memory to the cache.
-LOOK_UP = {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 8, "num_stages": 4}
-SPLIT_LOOK_UP = {**LOOK_UP, "num_stages": 2}
+# Stored scores take little shared memory, and a thread holds few of them: sums along the queries' lists stay in a thread.
+TALLY_ROWS = {"BM": 1, "BN": 1024, "num_warps": 4}
+TALLY_COLUMNS = {"BM": 32, "BN": 32, "num_warps": 4}
+GRADIENT_TILE = {"BM": 16, "BN": TILE, "num_warps": 4}
+SQUARE_GRADIENT_TILE = {"BM": TILE // 2, "BN": TILE // 2, "num_warps": 8}
 
 # From this number of thresholds on, comparisons with positives are the larger part of a tile's work, and smaller tiles hide
 # more of it behind the products; those with the edges of bins are too cheap for that.
 MANY_THRESHOLDS = 8
+
+# Whether operands come by tensor descriptors where that is possible.
+DESCRIPTORS = True
+
+
+@cache
+def _has_descriptors() -> bool:
+    return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None  # came with Triton 3.4
+
+
+def takes_descriptors(device: torch.device) -> bool:
+    """Whether Triton has tensor descriptors and the GPU copies what they describe without threads, from Hopper on."""
+    if not (DESCRIPTORS and _has_descriptors()):
+        return False
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major >= 9 and properties.shared_memory_per_block_optin >= shared_memory(DESCRIBED_TILE)
 
 
 def tile_for(tiles: Tiles, device: torch.device) -> dict[str, int]:
@@ -59,6 +77,6 @@ def tile_within(tiles: Tiles, memory: int) -> dict[str, int]:
     return next(tile for needed, tile in tiles if memory >= needed)
 
 
-def shared_memory(tile: Mapping[str, int], *, split: bool) -> int:
-    """Most bytes that a program takes: every stage holds a step of both operands in float16, or its high and low parts."""
-    return tile["num_stages"] * tile["BK"] * (tile["BM"] + tile["BN"]) * torch.float16.itemsize * (1 + split)
+def shared_memory(tile: Mapping[str, int]) -> int:
+    """Most bytes that a program takes: every stage holds a step of both operands in float16."""
+    return tile["num_stages"] * tile["BK"] * (tile["BM"] + tile["BN"]) * torch.float16.itemsize
