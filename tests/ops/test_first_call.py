@@ -17,6 +17,9 @@ from rankgrad.ops.rehearsal import launch_instead, rehearsal
 triton = pytest.importorskip("triton")
 first_call = pytest.importorskip("rankgrad.ops.triton.first_call")
 
+# the poison of fresh memory comes with torch's deterministic mode, which remarks on operators of a GPU that are not
+pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NORMALIZE = {"normalize_kernel", "normalize_bwd_kernel"}
 EMBEDDINGS = NORMALIZE | {"operand_kernel", "positives_kernel", "store_kernel", "gradient_kernel", "gather_kernel"}
