@@ -13,6 +13,7 @@ Tables:
     batch-sizes   time and memory of a loss on a GPU at every size, beside other formulations
     growth        powers of the batch size that time and memory grow with, fitted over all sizes
     fits          items of a batch that fit on other GPUs, from the measured bytes of an item
+    first-call    seconds of the first call of a loss, in which its kernels are compiled
     other-gpus    what the kernels need on GPUs that were not there
     rates         images per second of training by stage
     million       one step on a million items
@@ -215,6 +216,18 @@ def _items(count: float) -> str:
     return f"{int(count // unit * unit):,}"
 
 
+def first_call(rows: Sequence[Row]) -> str:
+    """The last row of each loss and precision; seconds."""
+    found = {(row["loss"], row["precision"], row["kernels"]): row for row in rows}
+    cells = []
+    for loss, precision in dict.fromkeys((row["loss"], row["precision"]) for row in rows):
+        together, alone = (found.get((loss, precision, kernels)) for kernels in ("at the same time", "one by one"))
+        shown = [row and row[column] for row, column in ((together, "first call"), (alone, "first call"))]
+        shown.append(together and together["with a filled cache"])
+        cells.append([f"{LOSSES[loss]}, {precision}", *(f"{float(seconds):.1f} s" if seconds else "" for seconds in shown)])
+    return markdown_table(["loss", "first call", "kernels one by one", "kernels on disk"], cells)
+
+
 def other_gpus(rows: Sequence[Row]) -> str:
     """The kernels with the most needs of each card."""
     cells = []
@@ -344,6 +357,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "batch-sizes": (f"kernels-{GPU}", batch_sizes),
     "growth": (f"kernels-{GPU}", growth),
     "fits": (f"kernels-{GPU}", fits),
+    "first-call": (f"first-call-{GPU}", first_call),
     "other-gpus": ("other-gpus", other_gpus),
     "rates": (f"training-rates-{GPU}", rates),
     "million": (f"million-items-{GPU}", million),

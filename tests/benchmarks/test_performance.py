@@ -5,7 +5,20 @@ import re
 
 import pytest
 from benchmarks import performance
-from benchmarks.performance import PAGES, RESULTS, evaluation, filled, fits, growth, kernel, kernel_dates, power, rate, rates
+from benchmarks.performance import (
+    PAGES,
+    RESULTS,
+    evaluation,
+    filled,
+    first_call,
+    fits,
+    growth,
+    kernel,
+    kernel_dates,
+    power,
+    rate,
+    rates,
+)
 
 
 def test_the_pages_are_what_the_command_writes():
@@ -53,6 +66,14 @@ def test_figures_in_a_sentence_are_those_of_the_last_row():
     assert kernel(rows, "recall_at_k/ours", "65536", "fast", "memory-of-64") == "1.1 GB"
     assert kernel_dates(rows[:2]) == "2026-02-01"
     assert kernel_dates([*rows[:2], rows[0] | {"N": "4096"}]) == "2026-01-01 to 2026-02-01"
+
+
+def test_first_calls_stand_beside_those_with_kernels_one_by_one():
+    row = {"loss": "recall_at_k", "precision": "fast", "kernels": "at the same time", "with a filled cache": "1"}
+    alone = row | {"kernels": "one by one", "first call": "8.8"}
+    rows = [row | {"first call": "9"}, row | {"first call": "2.94"}, alone, row | {"first call": "3", "precision": "high"}]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in first_call(rows).splitlines()[2:]]
+    assert cells == [["RS@k, fast", "2.9 s", "8.8 s", "1.0 s"], ["RS@k, high", "3.0 s", "", "1.0 s"]]
 
 
 def test_a_rate_in_a_sentence_is_that_of_its_cut():
