@@ -25,6 +25,7 @@ Figures:
     kernel ROW SIZE PRECISION WHAT    a row of the kernels, SIZE as N or N/RELEVANT; WHAT of `KERNEL_FIGURES`
     kernel-dates                      when the rows of the tables were measured
     rate STAGE MODEL BATCH CUT        images per second; CUT is whole, auto or none
+    share STAGE MODEL BATCH CUT       the same as a share of the bare loop
     million PRECISION                 seconds of a step on a million items
     cars METRIC LABEL                 percent, the mean over seeds of a line of `rankgrad study cars`
 """
@@ -41,7 +42,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.plot import ENDS
-from benchmarks.rate_cases import STAGES
+from benchmarks.rate_cases import PREPARING, STAGES
 from rankgrad._files import replace_file
 from rankgrad._messages import markdown_table
 
@@ -143,12 +144,20 @@ def cars(rows: Sequence[Row], metric: str, *label: str) -> str:
 
 def rate(rows: Sequence[Row], stage: str, model: str, batch: str, cut: str) -> str:
     """Images per second of the last row of a stage."""
-    found = [
-        row for row in rows if (row["stage"], row["model"], row["batch"]) == (stage, model, batch) and row["cut"].endswith(cut)
-    ]
+    return f"{_last_rate(rows, stage, model, batch, cut):,}"
+
+
+def share(rows: Sequence[Row], stage: str, model: str, batch: str, cut: str) -> str:
+    """The same as a share of the bare loop on whole batches of that size."""
+    return f"{100 * _last_rate(rows, stage, model, batch, cut) / _last_rate(rows, 'bare', model, batch, 'whole'):.0f}%"
+
+
+def _last_rate(rows: Sequence[Row], stage: str, model: str, batch: str, cut: str) -> int:
+    wanted = (stage, model, batch)
+    found = [row for row in rows if (row["stage"], row["model"], row["batch"]) == wanted and row["cut"].endswith(cut)]
     if not found or not found[-1]["images_per_second"]:
         raise ValueError(f"there is no measured row {stage} {model} of batch {batch}, {cut}")
-    return f"{int(found[-1]['images_per_second']):,}"
+    return int(found[-1]["images_per_second"])
 
 
 def million_seconds(rows: Sequence[Row], precision: str) -> str:
@@ -253,17 +262,29 @@ def rates(rows: Sequence[Row]) -> str:
     found = {(row["model"], row["pixels"], row["stage"], row["batch"], row["cut"]): row for row in rows}
     cells = []
     for stage, batch, cut in stages:
-        shown = (_rate(found.get((*network, stage, batch, cut))) for network in networks)
+        limits = ((*network, "bare", images_in_pass(batch, cut), "whole") for network in networks)
+        shown = (
+            _rate(found.get((*network, stage, batch, cut)), found.get(limit))
+            for network, limit in zip(networks, limits, strict=True)
+        )
         cells.append([stage, "" if batch == "0" else f"{int(batch):,}", cut, *shown])
     header = [f"{NETWORKS.get(model, model)}, {pixels} px" for model, pixels in networks]
     return markdown_table(["stage", "batch", "cut", *header], cells)
 
 
-def _rate(row: Row | None) -> str:
+def images_in_pass(batch: str, cut: str) -> str:
+    """Images that go through the network at once."""
+    chunk = re.match(r"chunks of (\d+)", cut)
+    return chunk[1] if chunk else batch
+
+
+def _rate(row: Row | None, limit: Row | None) -> str:
     if row is None or not row["images_per_second"]:
         return row["note"] if row else ""
-    share = f" ({100 * float(row['of_bare']):.0f}%)" if row["of_bare"] and row["stage"] != "bare" else ""
-    return f"{int(row['images_per_second']):,}{share}" + (f", {row['note']}" if row["note"] else "")
+    rate, note = int(row["images_per_second"]), f", {row['note']}" if row["note"] else ""
+    if limit is None or row["stage"] in ("bare", *PREPARING):
+        return f"{rate:,}{note}"
+    return f"{rate:,} ({100 * rate / int(limit['images_per_second']):.0f}%){note}"
 
 
 def million(rows: Sequence[Row]) -> str:
@@ -350,6 +371,7 @@ FIGURES: dict[str, tuple[str, Callable[..., str]]] = {
     "kernel": (f"kernels-{GPU}", kernel),
     "kernel-dates": (f"kernels-{GPU}", kernel_dates),
     "rate": (f"training-rates-{GPU}", rate),
+    "share": (f"training-rates-{GPU}", share),
     "million": (f"million-items-{GPU}", million_seconds),
     "cars": (f"cars-{GPU}", cars),
 }

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-STAGES = ("decode", "augment", "bare", "step", "train", "metric-learning")
+PREPARING = ("decode", "augment")
+STAGES = (*PREPARING, "bare", "step", "train", "metric-learning")
 MODELS = (("resnet50", 224), ("lite0", 112))
 # batches that pass the network as a whole, and (batch, images in a pass) of those in chunks
 WHOLE = (128, 400)

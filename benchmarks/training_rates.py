@@ -38,7 +38,7 @@ import torch
 import rankgrad as rg
 from benchmarks.csv_rows import append_csv, text_table
 from benchmarks.measure import provenance
-from benchmarks.rate_cases import STAGES, RateCase, all_cases
+from benchmarks.rate_cases import PREPARING, STAGES, RateCase, all_cases
 from rankgrad._device import release_memory
 from rankgrad.data.image_batches import ImageBatches
 from rankgrad.data.image_files import ImageDecoder, map_images
@@ -51,7 +51,6 @@ from rankgrad.models import Embedder, ModelSpec, build_model
 from rankgrad.train.settings import TrainSettings
 from rankgrad.train.train_step import TrainStep
 
-PREPARING = ("decode", "augment")
 PER_CLASS = 4
 TRUNKS = {"resnet50": "resnet50", "lite0": "tf_efficientnet_lite0", "convnet": "convnet"}
 # images on disk: classes, images of a class, height; a batch of 4,000 has 4 of each class

@@ -18,6 +18,7 @@ from benchmarks.performance import (
     power,
     rate,
     rates,
+    share,
 )
 
 
@@ -80,6 +81,10 @@ def test_a_rate_in_a_sentence_is_that_of_its_cut():
     row = {"stage": "step", "model": "lite0", "batch": "400", "images_per_second": "20000"}
     rows = [row | {"cut": "whole"}, row | {"cut": "chunks of 100, keep none", "images_per_second": "12345"}]
     assert rate(rows, "step", "lite0", "400", "none") == "12,345"
+    assert (
+        share([*rows, row | {"stage": "bare", "cut": "whole", "images_per_second": "24690"}], "step", "lite0", "400", "none")
+        == "50%"
+    )
     with pytest.raises(ValueError, match="no measured row step lite0 of batch 128, whole"):
         rate(rows, "step", "lite0", "128", "whole")
 
@@ -112,12 +117,26 @@ def test_items_that_fit_are_rounded_down():
     assert "4,000,000" in table
 
 
-def test_rates_have_their_share_of_the_bare_loop():
+def test_rates_have_their_share_of_the_bare_loop_with_as_many_images_in_a_pass():
     row = {"model": "lite0", "pixels": "112", "batch": "400", "cut": "whole", "images_per_second": "20000", "note": ""}
-    table = rates([row | {"stage": "bare", "of_bare": "1.000"}, row | {"stage": "step", "of_bare": "0.947"}])
-    assert "EfficientNet-Lite0, 112 px" in table
-    assert "| 20,000       " in table.splitlines()[2]
-    assert "20,000 (95%)" in table.splitlines()[3]
+    chunks = {"stage": "step", "batch": "4000", "images_per_second": "15000"}
+    rows = [
+        row | {"stage": "train", "images_per_second": "18940"},
+        row | chunks | {"cut": "chunks of 400, keep none"},
+        row | chunks | {"cut": "chunks of 100, keep none"},
+        row | {"stage": "decode", "batch": "0", "images_per_second": "900", "note": "3 cores busy"},
+        row | {"stage": "bare", "images_per_second": "1"},
+        row | {"stage": "bare"},
+    ]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in rates(rows).splitlines()]
+    assert table[0][3] == "EfficientNet-Lite0, 112 px"
+    assert table[2:] == [
+        ["decode", "", "whole", "900, 3 cores busy"],
+        ["bare", "400", "whole", "20,000"],
+        ["step", "4,000", "chunks of 100, keep none", "15,000"],
+        ["step", "4,000", "chunks of 400, keep none", "15,000 (75%)"],
+        ["train", "400", "whole", "18,940 (95%)"],
+    ]
 
 
 def test_evaluations_are_in_processor_time_and_say_why_there_is_none():
