@@ -39,16 +39,26 @@ class Target:
 
 
 TARGETS = {
-    (4096, "3"): Target(1, 64),
-    (16384, "3"): Target(3, 256),
-    (65536, "3"): Target(35, 1000),
-    (65530, "9"): Target(60, 1000),
-    (16400, "99"): Target(15, 1000),
-    (262144, "3"): Target(600, 4000),
-    (1048576, "3"): Target(10_000, 16_000),
+    "fast": {
+        (4096, "3"): Target(1, 64),
+        (16384, "3"): Target(2.5, 256),
+        (65536, "3"): Target(30, 1000),
+        (65530, "9"): Target(60, 1000),
+        (16400, "99"): Target(15, 1000),
+        (262144, "3"): Target(430, 4000),
+        (1048576, "3"): Target(7000, 16_000),
+    },
+    "high": {
+        (4096, "3"): Target(0.9, 64),
+        (16384, "3"): Target(4.5, 280),
+        (65536, "3"): Target(60, 1100),
+        (16400, "99"): Target(15, 1000),
+    },
 }
-"""By batch and relevant items of a query, for one H200 and 512 dimensions."""
-FAST_AP_TARGETS = {**{size: TARGETS[size] for size in ((262144, "3"), (1048576, "3"))}, (65536, "3"): Target(40, 1000)}
+"""By precision, batch and relevant items of a query, for one H200 and 512 dimensions."""
+FAST_AP_TARGETS: dict[str, dict[tuple[int, str], Target]] = {
+    "fast": {(65536, "3"): Target(40, 1000), (262144, "3"): Target(600, 4000), (1048576, "3"): Target(10_000, 16_000)},
+}
 RAGGED_TARGETS = {
     **{(loss, 16384): Target(40, 1000) for loss in ("recall_at_k", "rambo_ap")},
     **{(loss, 65536): Target(500, 4000) for loss in ("recall_at_k", "rambo_ap")},
@@ -110,7 +120,7 @@ class Case:
         if shape.kind == "ragged":
             return RAGGED_TARGETS.get((self.loss, shape.queries))
         targets = FAST_AP_TARGETS if self.loss == "fast_ap" else TARGETS
-        return targets.get((shape.queries, shape.relevant))
+        return targets.get(self.precision, {}).get((shape.queries, shape.relevant))
 
 
 @dataclass(frozen=True)

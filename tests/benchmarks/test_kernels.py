@@ -88,10 +88,15 @@ def test_a_query_of_the_gallery_finds_all_its_relatives():
 def test_every_target_has_a_row():
     rows = set(kernel_cases.all_cases(Sizes(), huge=True))
     with_target = [(case.loss, case.shape.queries, case.shape.relevant, case.precision) for case in rows if case.target]
-    wanted = [(loss, *size) for loss in kernel_cases.COUNTED for size in kernel_cases.TARGETS]
-    wanted += [("fast_ap", *size) for size in kernel_cases.FAST_AP_TARGETS]
-    wanted += [(*row, "0-499") for row in kernel_cases.RAGGED_TARGETS]
-    assert sorted(with_target) == sorted((*row, precision) for row in wanted for precision in kernel_cases.PRECISIONS)
+    of_losses = dict.fromkeys(kernel_cases.COUNTED, kernel_cases.TARGETS) | {"fast_ap": kernel_cases.FAST_AP_TARGETS}
+    wanted = [
+        (loss, *size, precision)
+        for loss, targets in of_losses.items()
+        for precision, sizes in targets.items()
+        for size in sizes
+    ]
+    wanted += [(*row, "0-499", precision) for row in kernel_cases.RAGGED_TARGETS for precision in kernel_cases.PRECISIONS]
+    assert sorted(with_target) == sorted(wanted)
     dims = {case.shape.dim for case in rows if case.row == "recall_at_k/ours" and case.shape.queries == 16384}
     assert dims == {64, 128, 384, 512, 768, 2048}
     assert set(kernel_cases.quick_cases(Sizes())) <= rows
