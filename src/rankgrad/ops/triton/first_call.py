@@ -8,7 +8,7 @@ versions of Triton and ptxas; a later process only loads it.
 import contextvars
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -54,8 +54,8 @@ def compile_together(kinds: frozenset[Hashable], call: Callable[[], object], dev
         return
     with _lock:
         if not kinds <= _compiled:
-            # a context of its own: Triton's mode, too, ends with it whatever happens
-            contextvars.copy_context().run(_compile, call, device)
+            # a context of its own: a mode that is active outside is not that of these kernels, and theirs ends with it
+            contextvars.Context().run(_compile, call, device)
             _compiled.update(kinds)
 
 
@@ -74,28 +74,34 @@ class Address:
 
 def _compile(call: Callable[[], object], device: torch.device) -> None:
     launches: list[partial[Any]] = []
+    begun: list[Future[Any]] = []
 
     def note(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         bare = {name: Address(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
         launches.append(partial(kernel.warmup, grid=grid, **bare))
-        if len(launches) == 1:  # Triton prepares itself meanwhile
+        if not begun:  # Triton prepares itself meanwhile
             begun.append(pool.submit(on_device, launches[0]))
+            begun[0].add_done_callback(load)  # by the thread that has compiled it
 
     def on_device(function: Callable[[], Any]) -> Any:
         with torch.cuda.device(device):
             return function()
 
-    def load(kernel: Any) -> None:
-        on_device(lambda: (kernel.result() if hasattr(type(kernel), "result") else kernel).run)
+    def load(compiled: Future[Any]) -> None:
+        with suppress(Exception):  # it is told by the compiler, or when the kernel is launched
+            on_device(lambda: compiled.result().run)
 
-    begun: list[Future[Any]] = []
-    # whatever goes wrong here goes wrong again in the call, which says so
-    with suppress(Exception), torch.cuda.device(device), ThreadPoolExecutor() as pool:
-        with rehearsal(note):
+    with torch.cuda.device(device), ThreadPoolExecutor() as pool:
+        with suppress(Exception), rehearsal(note):  # whatever goes wrong here goes wrong again in the call, which says so
             call()
-        begun[0].result()
+        if not begun:
+            return
+        wait(begun)
         # those of the most arguments take longest
         launches.sort(key=lambda launch: -len(launch.keywords))
-        with triton.AsyncCompileMode(pool):
-            found = [launch() for launch in launches]
-        list(pool.map(load, found))
+        with triton.AsyncCompileMode(pool):  # at its end, raises what the compiler does
+            for launch in launches:
+                with suppress(Exception):
+                    kernel = launch()
+                    if isinstance(future := getattr(kernel, "future", None), Future):
+                        future.add_done_callback(load)
