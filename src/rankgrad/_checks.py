@@ -48,6 +48,12 @@ def check_count(value: Any, *, name: str, caller: str, least: int = 1) -> None:
         raise ValueError(f"{caller}: {name} must be at least {least}, got {value!r}")
 
 
+def check_labels_or_relevance(labels: Any, relevance: Any, *, caller: str) -> None:
+    """That exactly one of both is given."""
+    if (labels is None) == (relevance is None):
+        raise TypeError(f"{caller}: give either labels or relevance, got {'neither' if labels is None else 'both'}")
+
+
 def check_cut(k: Any, tau: Any, *, caller: str) -> None:
     """A cut-off of ranks, or None, and its temperature."""
     if k is not None:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from rankgrad._checks import check_choice, check_count, check_not_negative
+from rankgrad._checks import check_choice, check_count, check_labels_or_relevance, check_not_negative
 from rankgrad.eval.embedding_blocks import Array, EmbeddingRows, Index, exact_products
 from rankgrad.eval.label_codes import as_integers, encode, list_labels
 from rankgrad.eval.memory_plan import MemoryPlan, plan_memory
@@ -83,9 +83,7 @@ def evaluate(
         progress: called with the number of scores done and in all.
     """
     caller = "evaluate"
-    if (labels is None) == (relevance is None):
-        came = "neither" if labels is None else "both"
-        raise TypeError(f"{caller}: give either labels or relevance, got {came}")
+    check_labels_or_relevance(labels, relevance, caller=caller)
     chosen = _protocol(protocol, gallery=ref_emb is not None)
     if relevance is not None:
         if chosen.name == "vehicleid-official" or backend == "triton":

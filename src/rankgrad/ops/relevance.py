@@ -15,6 +15,8 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from rankgrad._checks import check_labels_or_relevance
+
 # Relevant pairs, padding included, up to which the kernels treat all queries as one group: an objective then is one pass of
 # small launches.
 ONE_GROUP = 2**23
@@ -148,10 +150,9 @@ class Relevance(Protocol):
 
 def labels_or_relevance(labels: Tensor | Relevance | None, relevance: Relevance | None, caller: str) -> Tensor | Relevance:
     """The one of both that was given; `labels` may hold either."""
-    if labels is not None and relevance is None:
+    check_labels_or_relevance(labels, relevance, caller=caller)
+    if labels is not None:
         return labels
-    if labels is not None or relevance is None:
-        raise TypeError(f"{caller}: give either labels or relevance, got {'neither' if labels is None else 'both'}")
     if not isinstance(relevance, Relevance):
         raise TypeError(
             f"{caller}: relevance must be Pairs or Levels, got {type(relevance).__name__}; a matrix of relevance becomes "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 import torch
 from torch import Tensor, nn
 
-from rankgrad._checks import check_count, shape_of
+from rankgrad._checks import check_count, check_labels_or_relevance, shape_of
 from rankgrad._device import autocast_disabled
 from rankgrad.train.activation_budget import ActivationBudget, MemoryProbe
 from rankgrad.train.batch_tree import leaves, num_rows, select_rows
@@ -110,9 +110,7 @@ class LargeBatch:
             relevance: in place of labels, `Pairs` of rows of the batch or `Levels`.
             scale: factor of the loss in the backward pass, or a function such as `GradScaler.scale`.
         """
-        if (labels is None) == (relevance is None):
-            came = "neither" if labels is None else "both"
-            raise TypeError(f"LargeBatch: give either labels or relevance, got {came}")
+        check_labels_or_relevance(labels, relevance, caller="LargeBatch")
         labels = relevance if labels is None else labels
         cuts = self._cuts(images, labels)
         if len(cuts) > 1:
