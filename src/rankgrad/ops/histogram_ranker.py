@@ -42,8 +42,8 @@ class Histogram(Ranker):
     def thresholds(self, positives: PositiveScores, key: int) -> None:
         return None
 
-    def tile_map(self, thresholds: list[None]) -> TileMap:
-        return self._position_
+    def tile_map(self, thresholds: list[None]) -> tuple[TileMap, list[None]]:
+        return self._position_, thresholds
 
     def count_tile(self, tile: Tensor, thresholds: None, key: int) -> Tensor:
         """[B, bins] cumulative histogram at every centre but the last, where all candidates are counted."""

@@ -48,13 +48,13 @@ class Ranker(ABC):
     def thresholds(self, positives: PositiveScores, key: int) -> Any:
         """What tiles are compared with. `key` is the same in forward and backward of a row block."""
 
-    def tile_map(self, thresholds: list[Any]) -> TileMap | None:
+    def tile_map(self, thresholds: list[Any]) -> tuple[TileMap | None, list[Any]]:
         """What comparisons with a tile have in common, as a change of its scores in place; None: they stay as they are.
 
-        Made once for all tiles of a call: a tile and its transpose share it, and one that is kept for the backward pass has
-        it already. `thresholds` are those of all row blocks.
+        And the thresholds as a tile so changed is compared with them. `thresholds` are those of the row blocks that a tile
+        and its transpose belong to. A tile that is kept for the backward pass is not changed again.
         """
-        return None
+        return None, thresholds
 
     @abstractmethod
     def count_tile(self, tile: Tensor, thresholds: Any, key: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,30 +35,27 @@ class Sigmoid(Ranker):
     def thresholds(self, positives: PositiveScores, key: int) -> SigmoidThresholds:
         return SigmoidThresholds(positives.scores.t().contiguous(), keep=positives.one_tile)
 
-    def tile_map(self, thresholds: list[SigmoidThresholds]) -> TileMap | None:
+    def tile_map(self, thresholds: list[SigmoidThresholds]) -> tuple[TileMap | None, list[SigmoidThresholds]]:
         """One exponential of a score and not one of each comparison: with f = e^-t and x = e^-s a sigmoid is f / (f + x).
 
-        Scores are taken from the middle of all thresholds. Where an exponential ends every sigmoid must be 0 or 1 to the last
-        bit, so thresholds must not be too far apart: in float32 131 tau, which is 1.3 for tau = 0.01.
+        Scores are taken from the middle of the thresholds. Where an exponential ends every sigmoid must be 0 or 1 to the last
+        bit, so these must not be too far apart: in float32 131 tau, which is 1.3 for tau = 0.01.
         """
-        columns = [of_block.columns for of_block in thresholds if of_block.columns.numel()]
-        if not columns or columns[0].device.type != "cpu" or any(of_block.keep for of_block in thresholds):
-            return None
-        limits = torch.finfo(columns[0].dtype)
+        columns = thresholds[0].columns
+        if columns.device.type != "cpu" or any(of_block.keep for of_block in thresholds):
+            return None, thresholds
+        limits = torch.finfo(columns.dtype)
         end = math.log(limits.max) - 2
         room = end + math.log(limits.eps) - 5
-        low = min(values.amin().item() for values in columns)
-        high = max(values.masked_fill(values == torch.inf, -torch.inf).amax().item() for values in columns)
+        low, high = min(t.extent[0] for t in thresholds), max(t.extent[1] for t in thresholds)
         if not 0 <= high - low <= 2 * room * self.tau:
-            return None
+            return None, thresholds
         middle, scale = (low + high) / 2, 1 / self.tau
 
         def exponentials_(scores: Tensor) -> Tensor:  # of a hidden score, -inf, it is inf, and its sigmoid 0
             return scores.sub_(middle).mul_(-scale).clamp_(min=-end).exp_()
 
-        for of_block in thresholds:
-            of_block.exponentials = exponentials_(of_block.columns.masked_fill(of_block.columns == torch.inf, middle))
-        return exponentials_
+        return exponentials_, [replace(t, exponentials=exponentials_(t.columns.nan_to_num(posinf=middle))) for t in thresholds]
 
     def _ahead(self, tile: Tensor, thresholds: SigmoidThresholds, out: Tensor) -> Iterator[Tensor]:
         """Sigmoids of a tile less each threshold, one after another in the same memory."""

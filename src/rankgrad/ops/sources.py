@@ -75,17 +75,23 @@ class EmbeddingScores(TiledSource):
                 yield self._tile_pair(i, z, rows, columns, queries, self.candidates.read(columns))
 
     def _tile_pair(self, i: int, z: int, rows: slice, columns: slice, queries: Tensor, candidates: Tensor) -> TilePair:
-        key, transposed_key = i * len(self.layout.column_blocks) + z, z * len(self.layout.column_blocks) + i
+        blocks = self._blocks(i, z)
+        stride = max(len(self.layout.row_blocks), len(self.layout.column_blocks))
+        keys = [block * stride + other for block, other in zip(blocks, (z, i), strict=False)]
+        tile_map, compared = self.tile_map(blocks)
         product = cache(lambda: queries @ candidates.t())  # made at most once, and not at all where the tiles are kept
         transposed = None
         if self.symmetric and i != z and not self.relevance.symmetric:  # hides other scores
             copy = partial(torch.clone, memory_format=torch.contiguous_format)
-            transposed = self._tile(transposed_key, lambda: self._hide(copy(product().t()), z, columns, rows))
-        scores = self._tile(key, lambda: self._hide(product(), i, rows, columns))
-        tiles = [Tile(scores, i, key)]
-        if self.symmetric and i != z:
-            tiles.append(Tile(scores.t() if transposed is None else transposed, z, transposed_key))
+            transposed = self._tile(keys[1], tile_map, lambda: self._hide(copy(product().t()), z, columns, rows))
+        scores = self._tile(keys[0], tile_map, lambda: self._hide(product(), i, rows, columns))
+        both = scores, scores.t() if transposed is None else transposed
+        tiles = [Tile(*tile) for tile in zip(both, blocks, keys, compared, strict=False)]
         return TilePair(tiles, rows, columns, queries, candidates)
+
+    def _blocks(self, i: int, z: int) -> list[int]:
+        """Row blocks of the queries of a tile and, where its columns are queries too, of its transpose."""
+        return [i, z] if self.symmetric and i != z else [i]
 
     def _hide(self, scores: Tensor, block: int, rows: slice, columns: slice) -> Tensor:
         width, first, last = self.layout.extents[block]
@@ -152,12 +158,9 @@ class TwoWayScores(EmbeddingScores):
     def positives(self, block: int) -> PositiveScores:
         return super().positives(block) if block < self.blocks_there else self.back.positives(block - self.blocks_there)
 
-    def _tile_pair(self, i: int, z: int, rows: slice, columns: slice, queries: Tensor, candidates: Tensor) -> TilePair:
-        pair = super()._tile_pair(i, z, rows, columns, queries, candidates)
+    def _blocks(self, i: int, z: int) -> list[int]:
         # what is relevant one way is relevant the other way, so that the transpose hides the same scores
-        key = self.blocks_there * len(self.layout.column_blocks) + pair.tiles[0].key
-        pair.tiles.append(Tile(pair.tiles[0].scores.t(), self.blocks_there + z, key))
-        return pair
+        return [i, self.blocks_there + z]
 
     def add_positive_grads(self, d_positives: list[Tensor]) -> None:
         super().add_positive_grads(d_positives[: self.blocks_there])
@@ -190,12 +193,13 @@ class OneTileScores:
         )
 
     def count(self, ops: Ranker, thresholds: list[Any], seed: int, *, keep: bool) -> list[Any]:
-        if (tile_map := ops.tile_map(thresholds)) is not None:
+        tile_map, (self.compared,) = ops.tile_map(thresholds)
+        if tile_map is not None:
             self.tile = tile_map(self.tile)
-        return [ops.count_tile(self.tile, thresholds[0], seed)]
+        return [ops.count_tile(self.tile, self.compared, seed)]
 
     def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
-        self.d_scores, d_thresholds = ops.tile_backward(self.tile, thresholds[0], rank_grads[0], seed)
+        self.d_scores, d_thresholds = ops.tile_backward(self.tile, self.compared, rank_grads[0], seed)
         return [d_thresholds]
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
@@ -244,7 +248,9 @@ class GivenScores(TiledSource):
             rows = self.relevance.rows(block)
             for z, columns in enumerate(self.column_blocks):
                 key = i * len(self.column_blocks) + z
-                yield TilePair([Tile(self._tile(key, partial(self._hidden, rows, columns)), i, key)], rows, columns)
+                tile_map, (compared,) = self.tile_map([i])
+                scores = self._tile(key, tile_map, partial(self._hidden, rows, columns))
+                yield TilePair([Tile(scores, i, key, compared)], rows, columns)
 
     def _hidden(self, rows: Any, columns: slice) -> Tensor:
         tile = self.scores[rows, columns].to(self.dtype)

@@ -9,6 +9,7 @@ and never turns their order around, so that every answer is the exact integer.
 Dimension letters:  B rows   P thresholds of a row   Z scores of a row
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -289,3 +290,11 @@ class SigmoidThresholds:
     exponentials: Tensor | None = None  # [P, B] e^-threshold, where tiles hold e^-score
     tile: Tensor | None = None  # [P, B, Z] comparisons with the tile
     among: Tensor | None = None  # [B, P, P] of the positives with each other
+
+    @cached_property
+    def extent(self) -> tuple[float, float]:
+        """The lowest and the highest threshold, of none (inf, -inf)."""
+        if not self.columns.numel():
+            return math.inf, -math.inf
+        padding = self.columns == torch.inf
+        return self.columns.amin().item(), self.columns.masked_fill(padding, -torch.inf).amax().item()

@@ -24,6 +24,7 @@ class Tile:
     scores: Tensor  # [B, Z]
     block: int  # row block of its queries
     key: int  # identifies the tile: the same number in forward and backward
+    thresholds: Any  # of its queries, as the tile is compared with them
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,17 @@ class TiledSource(ABC):
     row_blocks: list[slice]
 
     def __init__(self) -> None:
-        self.tile_map: TileMap | None = None
+        self.tile_map: Callable[[list[int]], tuple[TileMap | None, list[Any]]]
         self.kept: dict[int, Tensor] = {}  # tiles of the first pass that the second one will ask for
         self.bytes_left = 0
 
-    def _tile(self, key: int, scores: Callable[[], Tensor]) -> Tensor:
+    def _tile(self, key: int, tile_map: TileMap | None, scores: Callable[[], Tensor]) -> Tensor:
         """A tile as the ranker compares it."""
         if key in self.kept:
             return self.kept.pop(key)
         tile = scores()
-        if self.tile_map is not None:
-            tile = self.tile_map(tile)
+        if tile_map is not None:
+            tile = tile_map(tile)
         if (size := tile.numel() * tile.element_size()) <= self.bytes_left:
             self.kept[key] = tile
             self.bytes_left -= size
@@ -69,10 +70,11 @@ class TiledSource(ABC):
 
     def count(self, ops: Ranker, thresholds: list[Any], seed: int, *, keep: bool) -> list[Any]:
         counts: list[Any] = [None] * len(self.row_blocks)
-        self.tile_map, self.bytes_left = ops.tile_map(thresholds), KEPT_BYTES if keep else 0
+        self.tile_map = lambda blocks: ops.tile_map([thresholds[block] for block in blocks])
+        self.bytes_left = KEPT_BYTES if keep else 0
         for pair in self._tile_pairs():
             for tile in pair.tiles:
-                part = ops.count_tile(tile.scores, thresholds[tile.block], seed + tile.key)
+                part = ops.count_tile(tile.scores, tile.thresholds, seed + tile.key)
                 counts[tile.block] = _sum(counts[tile.block], part)
         return counts
 
@@ -83,7 +85,7 @@ class TiledSource(ABC):
             gradients = []
             for tile in pair.tiles:
                 block = tile.block
-                gradient, part = ops.tile_backward(tile.scores, thresholds[block], rank_grads[block], seed + tile.key)
+                gradient, part = ops.tile_backward(tile.scores, tile.thresholds, rank_grads[block], seed + tile.key)
                 d_thresholds[block] = None if part is None else _sum(d_thresholds[block], part)
                 gradients.append(gradient)
             self._add_grad(pair, gradients)
