@@ -226,15 +226,20 @@ def _items(count: float) -> str:
 
 
 def first_call(rows: Sequence[Row]) -> str:
-    """The last row of each loss and precision; seconds."""
+    """Seconds of the last row of each loss and precision, beside one with kernels compiled one by one where there is any."""
     found = {(row["loss"], row["precision"], row["kernels"]): row for row in rows}
+    columns = {
+        "first call": ("at the same time", "first call"),
+        "kernels one by one": ("one by one", "first call"),
+        "kernels on disk": ("at the same time", "with a filled cache"),
+    }
+    measured = {kernels for *_, kernels in found}
+    columns = {title: column for title, column in columns.items() if column[0] in measured}
     cells = []
     for loss, precision in dict.fromkeys((row["loss"], row["precision"]) for row in rows):
-        together, alone = (found.get((loss, precision, kernels)) for kernels in ("at the same time", "one by one"))
-        shown = [row and row[column] for row, column in ((together, "first call"), (alone, "first call"))]
-        shown.append(together and together["with a filled cache"])
+        shown = (found.get((loss, precision, kernels), {}).get(name) for kernels, name in columns.values())
         cells.append([f"{LOSSES[loss]}, {precision}", *(f"{float(seconds):.1f} s" if seconds else "" for seconds in shown)])
-    return markdown_table(["loss", "first call", "kernels one by one", "kernels on disk"], cells)
+    return markdown_table(["loss", *columns], cells)
 
 
 def other_gpus(rows: Sequence[Row]) -> str:

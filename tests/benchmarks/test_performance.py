@@ -75,6 +75,7 @@ def test_first_calls_stand_beside_those_with_kernels_one_by_one():
     rows = [row | {"first call": "9"}, row | {"first call": "2.94"}, alone, row | {"first call": "3", "precision": "high"}]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in first_call(rows).splitlines()[2:]]
     assert cells == [["RS@k, fast", "2.9 s", "8.8 s", "1.0 s"], ["RS@k, high", "3.0 s", "", "1.0 s"]]
+    assert "one by one" not in first_call(rows[:2])
 
 
 def test_a_rate_in_a_sentence_is_that_of_its_cut():
