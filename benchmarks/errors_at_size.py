@@ -65,7 +65,7 @@ def _rows(loss: str, batch: tuple[Tensor, ...]) -> Iterator[dict[str, str]]:
     yield {"precision": "float32", "way": "torch"} | _errors(_gradients(loss, batch, backend="tiled"), exact)
     for precision in ("high", "fast"):
         for way, many in WAYS.items():
-            with patch.object(kernels, "MANY_POSITIVES", many):
+            with patch.object(kernels, "GRID_FROM", many):
                 found = _gradients(loss, batch, backend="triton", precision=precision, cuda_graphs=False)
             yield {"precision": precision, "way": way} | _errors(found, exact)
 

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of positives; the interpreter takes as long for a large block as for a small one."""
-    monkeypatch.setattr(embeddings_module, "MANY_POSITIVES", 0)
+    monkeypatch.setattr(embeddings_module, "GRID_FROM", 0)
+    monkeypatch.setattr(embeddings_module, "SEARCH_FROM", 0)
     if DEVICE == "cpu":
         monkeypatch.setattr(grids, "COLLECT_BLOCK", {"BC": 128, "BP": 32})
         monkeypatch.setattr(grids, "TABLE_BLOCK", {"BC": 128, "BP": 32})
@@ -91,7 +92,7 @@ def test_a_search_ranks_ties_as_comparisons_do(monkeypatch):
     embeddings[::2] = embeddings[0].clone()
     loss = rg.RankLoss(rg.Blackbox(5.0), rg.AveragePrecision(), backend="triton", precision="high", cuda_graphs=False)
     searched = run(loss, embeddings, labels)
-    monkeypatch.setattr(embeddings_module, "MANY_POSITIVES", 1000)
+    monkeypatch.setattr(embeddings_module, "SEARCH_FROM", 1000)
     compared = run(loss, embeddings, labels)
     assert torch.equal(searched[0], compared[0])
     torch.testing.assert_close(searched[1], compared[1], rtol=1e-5, atol=1e-7)
@@ -139,7 +140,7 @@ def test_the_same_input_gives_the_same_bits():
 def test_grids_are_used_where_they_fit_and_pay_off(monkeypatch, ranker, normalize, from_positives, wanted):
     made = []
     real = grids.QueryGrids
-    monkeypatch.setattr(embeddings_module, "MANY_POSITIVES", from_positives)
+    monkeypatch.setattr(embeddings_module, "GRID_FROM", from_positives)
     monkeypatch.setattr(embeddings_module, "QueryGrids", lambda *a, **k: made.append(real(*a, **k)) or made[-1])
     loss = rg.RankLoss(ranker, rg.AveragePrecision(), normalize=normalize, backend="triton")
     with torch.no_grad():

@@ -39,10 +39,12 @@ from rankgrad.ops.triton.tiles import (
     tile_for,
 )
 
-# Positives of a query, on average and rounded up (from 33 on), from which on it is faster to find the place of a candidate on a
-# grid or among sorted positives than to compare it with each of them. RS@k of 16,384 items on an H200, in ms, comparing and on
-# a grid: with 31 positives 9.2 and 10.1 ("high" 13.4 and 16.3), with 47 15.2 and 10.4 (19.2 and 16.8).
-MANY_POSITIVES = 40
+# Positives of a query, on average and rounded up to 4 steps an octave, from which on it is faster to find the place of a
+# candidate on a grid or among sorted positives than to compare it with each of them. 16,384 items on an H200, in ms, comparing
+# and not: RS@k with 31 positives 9.2 and 10.1 ("high" 13.4 and 16.3), with 47 15.2 and 10.4 (19.2 and 16.8); RaMBO's AP with 15
+# 7.5 and 12.1, with 31 in "high" 23.1 and 14.0.
+GRID_FROM = 40
+SEARCH_FROM = 24
 
 # Tiles of candidates that a program adds to such places: few queries at a time, so that these stay in the cache.
 TILES_EACH = 16
@@ -94,7 +96,7 @@ class EmbeddingSource:
 
 def _many_mode(ops: Lowering[Any], layout: QueryGroups, *, normalized: bool) -> Any:
     """The MODE of `ops` for many positives, or None where it does not pay off or where a grid would not fit."""
-    if ops.many_mode is None or layout.mean < MANY_POSITIVES:
+    if ops.many_mode is None or layout.mean < (GRID_FROM if ops.many_mode == GRID else SEARCH_FROM):
         return None
     fits = normalized and cells_of_unit_vectors(ops.score_scale) <= MOST_CELLS
     return ops.many_mode if fits or ops.many_mode != GRID else None
@@ -278,7 +280,7 @@ class FusedEmbeddingScores:
         return bool(ops.mode == SIGMOID) and self.normalized and 2.001 * ops.score_scale <= 2 * float(SHARED.value)
 
     def _scatter(self, ops: Lowering[Any], rows: slice, arguments: dict[str, Any]) -> None:
-        tile = self._narrow_tile(MANY_POSITIVES)
+        tile = self._narrow_tile(MANY_THRESHOLDS)
         count, splits = rows.stop - rows.start, triton.cdiv(self.num_candidates, tile["BN"] * TILES_EACH)
         scatter_kernel[(triton.cdiv(count, TILE) * splits,)](
             **self._operands(ops.score_scale),
