@@ -57,23 +57,23 @@ class Sigmoid(Ranker):
 
         return exponentials_, [replace(t, exponentials=exponentials_(t.columns.nan_to_num(posinf=middle))) for t in thresholds]
 
+    def _steps_(self, differences: Tensor) -> Tensor:
+        """In place their sigmoids, none below `_least`."""
+        return differences.mul_(1 / self.tau).clamp_(min=math.log(_least(differences))).sigmoid_()
+
     def _ahead(self, tile: Tensor, thresholds: SigmoidThresholds, out: Tensor) -> Iterator[Tensor]:
         """Sigmoids of a tile less each threshold, one after another in the same memory."""
-        # products of a sigmoid with the weight of a threshold must not be subnormal, see `_without_negligible`
-        least = torch.finfo(tile.dtype).eps ** 2
         if thresholds.exponentials is None:
             for each in thresholds.columns:
-                yield torch.sub(tile, each[:, None], out=out).mul_(1 / self.tau).clamp_(min=math.log(least)).sigmoid_()
+                yield self._steps_(torch.sub(tile, each[:, None], out=out))
         else:
             for each in thresholds.exponentials[:, :, None]:
-                yield torch.div(each, torch.minimum(tile, each / least, out=out).add_(each), out=out)
+                yield torch.div(each, torch.minimum(tile, each / _least(tile), out=out).add_(each), out=out)
 
     def count_tile(self, tile: Tensor, thresholds: SigmoidThresholds, key: int) -> Tensor:
         if thresholds.keep and thresholds.columns.shape[0] * tile.numel() <= KEPT_SIGMOIDS:
-            least = torch.finfo(tile.dtype).eps ** 2
-            ahead = (tile - thresholds.columns[:, :, None]).mul_(1 / self.tau).clamp_(min=math.log(least)).sigmoid_()
-            thresholds.tile = ahead
-            return ahead.sum(dim=2).t()
+            thresholds.tile = self._steps_(tile - thresholds.columns[:, :, None])
+            return thresholds.tile.sum(dim=2).t()
         scratch = torch.empty_like(tile)  # one for all: on a CPU fresh memory costs more than what is done with it
         if thresholds.exponentials is None:
             return _columns([ahead.sum(dim=1) for ahead in self._ahead(tile, thresholds, scratch)], tile)
@@ -228,6 +228,11 @@ class UpperBound(Ranker):
     ) -> Tensor:
         assert d_thresholds is not None, "every tile adds to the thresholds' gradient"
         return d_thresholds
+
+
+def _least(like: Tensor) -> float:
+    """A sigmoid that no sum with 1 shows, and whose product with a weight is not subnormal, see `_without_negligible`."""
+    return torch.finfo(like.dtype).eps ** 2
 
 
 def _without_negligible(weights: Tensor) -> Tensor:
