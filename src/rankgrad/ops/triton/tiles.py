@@ -46,9 +46,6 @@ SQUARE_GRADIENT_TILE = {"BM": TILE // 2, "BN": TILE // 2, "num_warps": 8}
 # more of it behind the products; those with the edges of bins are too cheap for that.
 MANY_THRESHOLDS = 8
 
-# Whether operands come by tensor descriptors where that is possible.
-DESCRIPTORS = True
-
 
 @cache
 def _has_descriptors() -> bool:
@@ -57,10 +54,8 @@ def _has_descriptors() -> bool:
 
 def takes_descriptors(device: torch.device) -> bool:
     """Whether Triton has tensor descriptors and the GPU copies what they describe without threads, from Hopper on."""
-    if not (DESCRIPTORS and _has_descriptors()):
-        return False
-    if device.type != "cuda":
-        return True
+    if device.type != "cuda" or not _has_descriptors():
+        return _has_descriptors()
     properties = torch.cuda.get_device_properties(device)
     return properties.major >= 9 and properties.shared_memory_per_block_optin >= shared_memory(DESCRIBED_TILE)
 
