@@ -23,18 +23,8 @@ from rankgrad.ops.rankers import Ranker
 from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
 from rankgrad.ops.thresholds import DescendingCounts, SigmoidThresholds, Thresholds
 from rankgrad.ops.triton.bucket_tables import BucketTables
-from rankgrad.ops.triton.ranker_kernels import (
-    BOUND,
-    GRID,
-    RAMP,
-    SEARCH,
-    SIGMOID,
-    STEP,
-    among_bwd_kernel,
-    among_kernel,
-    perturb_kernel,
-    proper_kernel,
-)
+from rankgrad.ops.triton.positive_kernels import among_bwd_kernel, among_kernel, perturb_kernel, proper_kernel
+from rankgrad.ops.triton.ranker_kernels import BOUND, GRID, RAMP, SEARCH, SIGMOID, STEP
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ Letters:  BM queries, BN candidates of a tile   P thresholds   o_ offsets, m_ a 
 import triton.language as tl
 
 from rankgrad.ops.triton.kernel import kernel
-from rankgrad.ops.triton.ranker_kernels import RAMP, SIGMOID, backward_tile, begin_rows, count_list
+from rankgrad.ops.triton.ranker_kernels import SIGMOID, backward_tile, begin_rows, count_list
 from rankgrad.ops.triton.score_tiles import (
     PER_QUERY,
     SIZES,
@@ -91,8 +91,7 @@ def tally_kernel(
     b_centre = tl.zeros([BM], tl.float32)
     if MODE == SIGMOID:
         b_centre = tl.load(centres + o_r, mask=m_m, other=0.0)
-    if MODE != RAMP:  # only the thresholds that one of these queries has
-        P = tl.max(tl.load(num_relevant + first_row + o_l, mask=m_m, other=0), 0)
+    P = tl.max(tl.load(num_relevant + first_row + o_l, mask=m_m, other=0), 0)  # no more than one of these queries has
     p_s = scores + o_l[:, None] * query_stride
     for p in range(0, P, HELD):
         # two calls and not one with a branch inside: either the score or its power is alive in the loop
