@@ -17,7 +17,7 @@ from rankgrad.ops.triton.grid_kernels import (
     moment_kernel,
     table_kernel,
 )
-from rankgrad.ops.triton.lowerings import BackwardArgs
+from rankgrad.ops.triton.kernel_arguments import BackwardArgs
 
 # Most cells of a query, for which unit vectors need tau >= 0.0075, and what their number is a multiple of.
 MOST_CELLS = 2048

@@ -9,7 +9,8 @@ import triton
 from torch import Tensor
 
 from rankgrad.ops.rehearsal import launch_instead
-from rankgrad.ops.triton.lowerings import BackwardArgs, CountArgs, Lowering
+from rankgrad.ops.triton.kernel_arguments import BackwardArgs, CountArgs
+from rankgrad.ops.triton.lowerings import Lowering
 from rankgrad.ops.triton.operands import padded
 from rankgrad.ops.triton.passes import Passes
 from rankgrad.ops.triton.ranker_kernels import SIGMOID
