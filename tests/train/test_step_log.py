@@ -3,17 +3,20 @@
 import functools
 import json
 import math
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from train.tiny_loop import Vectors, network, remembering
+from train.tiny_loop import Vectors, batch, network, remembering
 
 import rankgrad as rg
-from rankgrad.train import train_step
-from rankgrad.train.errors import TrainingError
+from rankgrad.train import step_log, train_step
+from rankgrad.train.errors import NotFiniteError, TrainingError
 from rankgrad.train.loop import fit
 from rankgrad.train.meters import NaNGuard
+from rankgrad.train.processes import Processes
 from rankgrad.train.settings import TrainSettings
 from rankgrad.train.step_log import StepLog
 
@@ -101,6 +104,79 @@ class NaNAt(nn.Module):
 def test_embeddings_that_are_nan_are_reported_and_not_their_diagnostics(tmp_path, late, loss):
     with pytest.raises(TrainingError, match=r"step 3: .* (is|are) (nan|inf|NaN)"):
         journal(tmp_path, model=NaNAt(3), loss=loss())
+
+
+class FailsAt(nn.Module):
+    """A network that raises at one pass."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.body, self.left = network(), call
+
+    def forward(self, images):
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError("no more")
+        return self.body(images)
+
+
+def test_the_last_complete_step_before_an_error_has_its_entry(tmp_path, late):
+    with pytest.raises(ValueError, match="no more"):
+        journal(tmp_path, model=FailsAt(4))
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 3]
+    assert lines[-1]["reason"] == "error"
+
+
+class RefusesScores(rg.RecallAtKLoss):
+    def from_scores(self, scores, relevance, **options):
+        raise ValueError("these scores cannot be ranked")
+
+
+def calls_until_error(rank, loss, bad, scales):
+    """The calls of a process until it raises, where every step is logged and step `bad` is not finite."""
+    calls, guard = [], NaNGuard(late=True, gradients=True)
+
+    def scale():
+        calls.append("scale")
+        if scales[len(calls)] == 0:
+            raise NotFiniteError("the scale has collapsed")
+
+    step = SimpleNamespace(
+        processes=Processes(rank, 2), device=torch.device("cpu"), loss=loss, guard=guard, flush=guard.flush, scale=scale
+    )
+    log = StepLog(step, lambda *args, **content: None, lambda message: None)
+    try:
+        for number in range(1, 6):
+            indices, images, labels = batch(0, number)
+            calls.append(f"step {number}")
+            guard.add(number, indices, torch.tensor(math.nan if number == bad else 1.0), torch.tensor(1.0))
+            log.write_arrived()
+            calls.append(f"entry {number}")
+            log.add(number, 1, train_step.StepOutput(torch.tensor(1.0), torch.tensor(1.0), 0.1, 0, images, labels, None))
+    except NotFiniteError as error:
+        calls.append(error.fact)
+    finally:
+        log.close()
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("loss", "bad", "scales"),
+    [
+        (rg.RecallAtKLoss, 3, [1] * 99),
+        (functools.partial(rg.RecallAtKLoss, learn_tau=True), 3, [1] * 99),
+        (RefusesScores, 1, [1] * 99),
+        (rg.RecallAtKLoss, None, [1] * 6 + [0] * 99),
+    ],
+    ids=["beside", "waits", "no diagnostics", "scale"],
+)
+def test_all_processes_find_an_error_at_the_same_point(late, monkeypatch, loss, bad, scales):
+    # what the first process computes beside takes longer than a step
+    monkeypatch.setattr(step_log, "spread", lambda rows: time.sleep(0.05) or {})
+    first, other = (calls_until_error(rank, loss(), bad, scales) for rank in (0, 1))
+    assert first == other
+    assert "the" in first[-1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -2,8 +2,12 @@
 
 On a GPU an entry is late: its loss and gradient norm are read when the next step has begun. Ranks in the batch are computed on
 a stream beside the backward pass, and the spread of the embeddings in a thread on the CPU.
+
+Of several processes only the first has diagnostics, and waits for them. What ends a run, a step that is not finite or a scale
+that has collapsed, is looked for at the same point on all of them.
 """
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +17,7 @@ import torch
 from torch import nn
 
 from rankgrad.train.diagnostics import MOST_ROWS_FOR_SPREAD, CollapseDetector, diagnose, in_batch, spread, unit_rows
+from rankgrad.train.errors import NotFiniteError
 from rankgrad.train.large_batch import unwrap_loss
 from rankgrad.train.meters import Throughput
 from rankgrad.train.train_step import StepOutput, TrainStep
@@ -25,7 +30,7 @@ class _StepEntry:
     step: int
     epoch: int
     content: dict[str, Any]
-    values: tuple[float, float] | None = None
+    values: dict[str, float] | None = None
     pending: "Future[dict[str, float]] | None" = None
 
 
@@ -50,15 +55,12 @@ class StepLog:
         self.finish()
         content = {"lr": output.lr, "images_per_second": self.throughput.rate(), "chunk_size": output.chunk_size}
         self._entry = _StepEntry(number, epoch, content)
-        loss = unwrap_loss(self.step.loss)
-        if not self.step.processes.first:
-            pass
-        elif self._runs_beside(loss):
-            numbers, self._entry.pending = self._diagnose_beside(output, loss)
-            content |= numbers
+        loss, first = unwrap_loss(self.step.loss), self.step.processes.first
+        if self._runs_beside(loss):
+            self._entry.pending = self._diagnose_beside(output, loss) if first else None
         else:
-            self.step.flush()  # what follows synchronises anyway, and cannot make sense of NaN
-            content |= diagnose(output.embeddings, output.labels, loss)
+            self.step.flush()  # diagnostics synchronise anyway, and cannot make sense of NaN
+            content |= diagnose(output.embeddings, output.labels, loss) if first else {}
         if self.step.device.type == "cuda":
             content["memory"] = torch.cuda.max_memory_allocated(self.step.device)
         self.throughput.reset()
@@ -73,16 +75,20 @@ class StepLog:
             self._write()
 
     def finish(self) -> None:
-        """Waits for the numbers of the entry and writes it; synchronises."""
+        """Waits for the numbers of the entry and writes it; synchronises unless its loss has arrived."""
         if self._entry is not None:
-            self.step.flush()
-            self._read_values(self._entry)
+            self._wait_for_values(self._entry)
             self._write()
 
     def abandon(self) -> None:
-        """Writes the entry if its step is known to be finite, and drops it otherwise: for a run that ends with an error."""
-        if self._entry is not None and self._entry.values is not None:
-            self._write()
+        """Writes the entry if its step was finite, and drops it otherwise: for a run that ends with an error."""
+        # a GPU that has failed cannot tell, and diagnostics that failed are not what ended the run
+        with contextlib.suppress(NotFiniteError, RuntimeError, ValueError):
+            # of several processes another may have ended, and a GPU would wait for it
+            if self._entry is not None and self.step.processes.size == 1:
+                self._wait_for_values(self._entry)
+            if self._entry is not None and self._entry.values is not None:
+                self._write()
         self._entry = None
 
     def close(self) -> None:
@@ -90,22 +96,25 @@ class StepLog:
         if self._thread is not None:
             self._thread.shutdown()
 
+    def _wait_for_values(self, entry: _StepEntry) -> None:
+        if entry.values is None:
+            self.step.flush()
+            self._read_values(entry)
+
     def _read_values(self, entry: _StepEntry) -> None:
         checked = self.step.guard.checked
         if entry.values is None and checked is not None and checked.step == entry.step:
-            entry.values = checked.loss, checked.gradient_norm
+            scale = self.step.scale()
+            entry.values = {"loss": checked.loss, "gradient": checked.gradient_norm}
+            entry.values |= {} if scale is None else {"scale": scale}
 
     def _write(self) -> None:
         entry, self._entry = self._entry, None
         assert entry is not None
         assert entry.values is not None, "the guard has checked the step"
-        loss, gradient = entry.values
-        content = {"loss": loss, "gradient": gradient, **entry.content}
+        content = {**entry.values, **entry.content}
         if entry.pending is not None:
             content |= entry.pending.result()
-        scale = self.step.scale()
-        if scale is not None:
-            content["scale"] = scale
         self.log("step", step=entry.step, epoch=entry.epoch, **content)
         collapse = self.collapse.check(content)
         if collapse is not None:
@@ -116,24 +125,28 @@ class StepLog:
         own = hasattr(loss, "diagnose") or (isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None)
         return self.step.device.type == "cuda" and not own
 
-    def _diagnose_beside(self, output: StepOutput, loss: Any) -> tuple[dict[str, float], "Future[dict[str, float]]"]:
+    def _diagnose_beside(self, output: StepOutput, loss: Any) -> "Future[dict[str, float]]":
+        """The numbers of `diagnose`. An error of theirs is told when the entry is written: NaN in the step would explain it."""
         on_gpu = output.embeddings.is_cuda
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="diagnostics")
             self._stream = torch.cuda.Stream(self.step.device) if on_gpu else None
         if self._stream is not None and output.ranked is not None:
             self._stream.wait_event(output.ranked)
-        with torch.cuda.stream(self._stream):
-            embeddings = unit_rows(output.embeddings)
-            some = embeddings[:MOST_ROWS_FOR_SPREAD]
-            rows = torch.empty(some.shape, dtype=some.dtype, pin_memory=on_gpu)
-            rows.copy_(some, non_blocking=True)
-            try:
-                numbers = in_batch(embeddings, output.labels, loss)
-            except (RuntimeError, ValueError):
-                self.step.flush()  # NaN in the step explains everything
-                raise
-        if self._stream is not None:
-            # `rows` are there, and another stream may use the memory of the embeddings again
-            self._stream.synchronize()
-        return numbers, self._thread.submit(spread, rows)
+        try:
+            with torch.cuda.stream(self._stream):
+                embeddings = unit_rows(output.embeddings)
+                some = embeddings[:MOST_ROWS_FOR_SPREAD]
+                rows = torch.empty(some.shape, dtype=some.dtype, pin_memory=on_gpu)
+                rows.copy_(some, non_blocking=True)
+                try:
+                    numbers = in_batch(embeddings, output.labels, loss)
+                finally:
+                    if self._stream is not None:
+                        # `rows` are there, and another stream may use the memory of the embeddings again
+                        self._stream.synchronize()
+        except (RuntimeError, ValueError) as error:
+            failed: Future[dict[str, float]] = Future()
+            failed.set_exception(error)
+            return failed
+        return self._thread.submit(lambda: {**numbers, **spread(rows)})
