@@ -19,6 +19,7 @@ from torch import nn
 import rankgrad
 from rankgrad import cli
 from rankgrad.cli import demo, train_commands
+from rankgrad.cli.parser import device_named
 from rankgrad.data.table import Table
 
 
@@ -318,3 +319,16 @@ def test_demo_batches_are_balanced_and_repeat_from_any_step():
         assert labels.bincount().tolist() == [demo.PER_CLASS] * 6
         assert torch.equal(indices, other_indices)
         assert torch.equal(images, other_images)
+
+
+def test_kernels_run_on_the_gpu_of_the_command_line(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert device_named("cuda:1") == torch.device("cuda:1")
+    assert chosen == [torch.device("cuda:1")]
+    assert device_named("cuda") == device_named("auto") == torch.device("cuda")  # of torchrun: the one of its rank
+    assert len(chosen) == 1
+    with pytest.raises(ValueError, match="--device cuda:2: the last GPU here is cuda:1"):
+        device_named("cuda:2")

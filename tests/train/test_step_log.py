@@ -200,3 +200,22 @@ def test_entries_on_a_gpu_come_in_order_and_are_those_of_a_run_that_waits(tmp_pa
         assert ours.keys() == theirs.keys()
         for name in ("loss", "gradient", "batch_mAP", "spread", "effective_rank", "pairs_with_gradient"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_run_on_another_gpu_than_the_current_one_logs_the_numbers_of_the_first(tmp_path):
+    def losses(device):
+        torch.manual_seed(0)
+        fit(
+            network(dropout=0.0),
+            rg.RecallAtKLoss(),
+            Vectors(),
+            TrainSettings(epochs=1, log_every=1),
+            tmp_path / device,
+            device=device,
+        )
+        lines = [json.loads(line) for line in (tmp_path / device / "journal.jsonl").read_text().splitlines()]
+        return [line["loss"] for line in lines if line["kind"] == "step"]
+
+    with torch.cuda.device(0):
+        assert losses("cuda:1") == pytest.approx(losses("cuda:0"), rel=1e-5)

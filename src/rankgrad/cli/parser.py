@@ -16,7 +16,7 @@ QUOTES = "'\""
 
 
 def device_named(name: str) -> torch.device:
-    """The device of `--device NAME`; "auto" is a GPU where there is one."""
+    """The device of `--device NAME`; "auto" is a GPU where there is one. `cuda:N` becomes the current GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -25,6 +25,11 @@ def device_named(name: str) -> torch.device:
         raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: torch sees no GPU here")
+    if device.type == "cuda" and device.index is not None:
+        if device.index >= (count := torch.cuda.device_count()):
+            raise ValueError(f"--device {name}: the last GPU here is cuda:{count - 1}")
+        # Triton launches kernels on the current GPU, whichever holds their tensors
+        torch.cuda.set_device(device)
     return device
 
 

@@ -229,7 +229,7 @@ class LargeBatch:
         gradient = torch.zeros_like(embeddings) if embeddings.grad is None else embeddings.grad
         if device.type == "cuda":
             self.ranked = torch.cuda.Event()
-            self.ranked.record()
+            self.ranked.record(torch.cuda.current_stream(device))
         after = RngSnapshot.of(device)
         if graphs is not None:
             graphs.begin_step()

@@ -108,6 +108,9 @@ def fit(
     device, store = torch.device(device), CheckpointStore(Path(folder) / "checkpoints", keep_last=settings.keep_last)
     processes.on_first(store.prepare)
     with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            # kernels, graphs and events belong to the current GPU, whatever their tensors are on
+            stack.enter_context(torch.cuda.device(device))
         # every step seeds torch's generators; restore the caller's
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         step = TrainStep(

@@ -113,7 +113,7 @@ class NaNGuard:
             on_host = torch.empty(2, pin_memory=True)
             on_host.copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(values.device))
             values = on_host
         self._pending.append(StepValues(step, indices, values, arrived))
         while len(self._pending) > (1 if self.late else 0):
