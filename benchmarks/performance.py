@@ -267,7 +267,8 @@ def rates(rows: Sequence[Row]) -> str:
     found = {(row["model"], row["pixels"], row["stage"], row["batch"], row["cut"]): row for row in rows}
     cells = []
     for stage, batch, cut in stages:
-        limits = ((*network, "bare", images_in_pass(batch, cut), "whole") for network in networks)
+        whole = "whole, compiled" if cut.endswith("compiled") else "whole"
+        limits = ((*network, "bare", images_in_pass(batch, cut), whole) for network in networks)
         shown = (
             _rate(found.get((*network, stage, batch, cut)), found.get(limit))
             for network, limit in zip(networks, limits, strict=True)
@@ -287,7 +288,7 @@ def _rate(row: Row | None, limit: Row | None) -> str:
     if row is None or not row["images_per_second"]:
         return row["note"] if row else ""
     rate, note = int(row["images_per_second"]), f", {row['note']}" if row["note"] else ""
-    if limit is None or row["stage"] in ("bare", *PREPARING):
+    if limit is None or not limit["images_per_second"] or row["stage"] in ("bare", *PREPARING):
         return f"{rate:,}{note}"
     return f"{rate:,} ({100 * rate / int(limit['images_per_second']):.0f}%){note}"
 

@@ -140,6 +140,15 @@ def test_rates_have_their_share_of_the_bare_loop_with_as_many_images_in_a_pass()
     ]
 
 
+def test_the_share_of_a_compiled_network_is_of_a_compiled_loop_and_one_that_failed_has_none():
+    row = {"model": "lite0", "pixels": "112", "batch": "400", "cut": "whole, compiled", "images_per_second": "900", "note": ""}
+    plain = row | {"cut": "whole"}
+    rows = [row | {"stage": "step"}, row | {"stage": "bare", "images_per_second": "1000"}]
+    rows += [plain | {"stage": "step"}, plain | {"stage": "bare", "images_per_second": "", "note": "out of memory"}]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in rates(rows).splitlines()]
+    assert [line[3] for line in lines[2:]] == ["out of memory", "1,000", "900", "900 (90%)"]
+
+
 def test_evaluations_are_in_processor_time_and_say_why_there_is_none():
     row = {"N": "5000", "formulation": "ours", "threads": "1", "core_seconds": "0.41", "peak_bytes": "48e6", "note": ""}
     two = row | {"threads": "2", "core_seconds": "0.5"}  # threads that share a cache wait for each other
