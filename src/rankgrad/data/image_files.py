@@ -188,7 +188,7 @@ def resized_rgb(image: "Image.Image", *, side: int, square: bool, box: PixelBox 
     turn = _turn(image)
     height, width = stored_shape(*_upright_size(image, box), side=side, square=square)
     rgb = image if box is None else image.crop(box)
-    if rgb.mode != "RGB":  # otherwise a copy that nobody needs
+    if rgb.mode != "RGB":  # Pillow would copy an image that is RGB already
         rgb = to_rgb(rgb)
     if turn is not None:
         rgb = rgb.transpose(turn)

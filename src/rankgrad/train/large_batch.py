@@ -81,7 +81,7 @@ class LargeBatch:
 
     embeddings: Tensor
     embedding_gradient: Tensor
-    # on a GPU, where in the last call the loss was computed and the backward pass of the model began
+    # on a GPU, recorded in the last call after the loss and before the backward pass of the model
     ranked: torch.cuda.Event | None = None
 
     def __init__(

@@ -35,12 +35,12 @@ class _StepEntry:
 
 
 class StepLog:
-    """Makes the entries of steps.
+    """Writes the journal entries of steps.
 
     Args:
-        step: that takes the steps.
-        log: writes an entry: kind, step, epoch and content.
-        warn: tells the user.
+        step: takes the steps.
+        log: writes an entry, of a kind, step, epoch and content.
+        warn: shows a warning to the user.
     """
 
     def __init__(self, step: TrainStep, log: Callable[..., None], warn: Callable[[str], None]) -> None:
@@ -126,7 +126,7 @@ class StepLog:
         return self.step.device.type == "cuda" and not own
 
     def _diagnose_beside(self, output: StepOutput, loss: Any) -> "Future[dict[str, float]]":
-        """The numbers of `diagnose`. An error of theirs is told when the entry is written: NaN in the step would explain it."""
+        """The numbers of `diagnose`. An error is raised when the entry is written: NaN in the step is reported first."""
         on_gpu = output.embeddings.is_cuda
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="diagnostics")

@@ -43,7 +43,7 @@ LEAST_SCALE = 2.0**-10
 class StepOutput:
     """A step that all processes took together, with device tensors; reading them synchronises.
 
-    `ranked` is recorded between the loss, which has the embeddings, and the backward pass of the model; None on a CPU.
+    `ranked` is recorded after the loss and before the backward pass of the model; None on a CPU.
     """
 
     loss: Tensor
