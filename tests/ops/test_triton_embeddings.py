@@ -8,7 +8,8 @@ from torch import Tensor
 
 import rankgrad as rg
 from rankgrad.ops import relevance
-from rankgrad.ops.labels import IntervalRelevance
+from rankgrad.ops.autograd import RankCall, rank_losses
+from rankgrad.ops.labels import IntervalRelevance, Labels
 from rankgrad.ops.rehearsal import launch_instead
 from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
 
@@ -216,6 +217,70 @@ def test_equal_embeddings_tie_whatever_their_length(precision):
     fused = rg.RecallAtKLoss(backend="triton", precision=precision, **options)(embeddings, labels)
     # scores of embeddings that are not equal are rounded to 11 bits by "fast"
     torch.testing.assert_close(fused.double(), exact, rtol=0, atol=0.02 if precision == "fast" else 1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fast", "high"])
+def test_embeddings_that_are_not_contiguous(precision):
+    """Those of a transpose are not, and nothing but normalising would copy them."""
+    generator = torch.Generator().manual_seed(3)
+    queries, candidates = (torch.randn(5, n, generator=generator).t().to(DEVICE) for n in (12, 9))
+    labels = torch.arange(12, device=DEVICE) // 3
+    loss = rg.RankLoss(rg.Sigmoid(1.0), rg.AveragePrecision(), normalize=False, backend="triton", precision=precision)
+    for others in ((), (candidates, labels[:9])):
+        plain = run(loss, queries.contiguous(), labels, *(t.contiguous() for t in others))
+        for found, expected in zip(run(loss, queries, labels, *others), plain, strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_small_queries_against_large_candidates_in_float16():
+    generator = torch.Generator().manual_seed(4)
+    queries = 1e-3 * torch.randn(12, 16, generator=generator)
+    candidates = 100 + 10 * torch.randn(12, 16, generator=generator)
+    labels = torch.arange(12) // 3
+    given = [t.to(DEVICE) for t in (queries, labels, candidates, labels)]
+    options = {"normalize": False, "precision": "fast"}
+    found, exact = (
+        run(rg.RankLoss(rg.Sigmoid(0.1), rg.AveragePrecision(), backend=backend, **options), *given)
+        for backend in ("triton", "reference")
+    )
+    for one, other in zip(found, exact, strict=True):
+        assert error(one, other) < 0.05
+
+
+@pytest.mark.parametrize("precision", ["fast", "high"])
+@pytest.mark.parametrize(
+    ("ranker", "mean"), [(rg.Sigmoid(0.05), 2), (rg.Sigmoid(0.05), 64), (rg.UpperBound(), 2), (rg.Blackbox(20.0), 2)]
+)
+def test_a_call_with_room_for_too_few_positives_stays_in_its_memory(ranker, mean, precision, monkeypatch):
+    """A captured call finds out that classes have grown when it has run."""
+    room, beyond = [], 2048
+
+    def with_space_behind(make):
+        def made(*sizes, **options):
+            plain = make(*sizes, **options)
+            if plain.dtype not in (torch.float32, torch.int32):
+                return plain
+            behind = plain.new_full((beyond,), math.nan if plain.is_floating_point() else 7)
+            joined = torch.cat((plain.view(-1), behind))
+            room.append((joined[plain.numel() :], behind))
+            return joined[: plain.numel()].view(plain.shape)
+
+        return made
+
+    embeddings, _ = batch(10, 2)
+    built = Labels.of(torch.arange(10, device=DEVICE) // 8).build()
+    ops = lowerings.lowering_of(ranker, given_scores=False)
+    source = embeddings_module.EmbeddingSource.of(
+        built, embeddings.device, precision, normalized=True, ops=ops, widths=(2, mean)
+    )
+    rows = torch.nn.functional.normalize(embeddings).requires_grad_()
+    for name in ("empty", "zeros", "full"):
+        monkeypatch.setattr(torch, name, with_space_behind(getattr(torch, name)))
+    rank_losses(RankCall(source, ops, rg.AveragePrecision(), torch.ones((), device=DEVICE), reduce=True), rows).backward()
+    assert room
+    for found, expected in room:
+        assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+    assert rows.grad.isfinite().all()
 
 
 def test_the_same_input_gives_the_same_bits(monkeypatch):

@@ -107,6 +107,7 @@ class EmbeddingGradient:
             out=out,
             items=items,
             d=d,
+            pairs=len(flat),
             ROLE=role,
             BI=32,
             BJ=32,

@@ -144,7 +144,7 @@ def scatter_kernel(
 @kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
 def gather_kernel(
     partners, partner_order, d_positives, offset, start, self_index, first_partner, last_partner, product, product_scale,
-    product_width, order, out, items, d,
+    product_width, order, out, items, d, pairs,
     ROLE: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out[order[i]] = product[i] * scale + sum over the partners j of i in relevant pairs of dL/ds_ij * partner[j].
@@ -181,7 +181,8 @@ def gather_kernel(
             m_before = (b_self >= b_first)[:, None] & (b_self[:, None] < b_j)
             b_among = b_j - b_first[:, None] - m_before.to(tl.int32)
             m_other = m_pair & (b_j != b_self[:, None])
-            b_weight += tl.load(d_positives + b_offset[:, None] + b_among, mask=m_other, other=0.0)
+            b_at = b_offset[:, None] + b_among
+            b_weight += tl.load(d_positives + b_at, mask=m_other & (b_at < pairs), other=0.0)
         if ROLE != 0:
             b_start = tl.load(start + o_j, mask=m_j, other=0)
             b_self_j = tl.load(self_index + o_j, mask=m_j, other=-1)
@@ -189,7 +190,8 @@ def gather_kernel(
             m_before = (b_self_j >= b_start)[None, :] & (b_self_j[None, :] < o_i[:, None])
             b_among = o_i[:, None] - b_start[None, :] - m_before.to(tl.int32)
             m_other = m_pair & (b_self_j[None, :] != o_i[:, None])
-            b_weight += tl.load(d_positives + b_offset_j[None, :] + b_among, mask=m_other, other=0.0)
+            b_at = b_offset_j[None, :] + b_among
+            b_weight += tl.load(d_positives + b_at, mask=m_other & (b_at < pairs), other=0.0)
         b_row = tl.load(partner_order + o_j, mask=m_j, other=0)
         p_partner = partners + b_row.to(tl.int64)[:, None] * d + o_d[None, :]
         b_partner = tl.load(p_partner, mask=m_j[:, None] & m_d[None, :], other=0.0)

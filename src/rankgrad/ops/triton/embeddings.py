@@ -124,9 +124,12 @@ class FusedEmbeddingScores:
         self.relevance = relevance = layout.relevance
         self.row_blocks, self.query_order = layout.groups, relevance.query_order
         self.symmetric = candidates is None and relevance.symmetric
-        self.bases = (queries,) if candidates is None else (queries, candidates)
-        others = queries if candidates is None else candidates
+        queries = queries.contiguous()  # the kernels read whole rows
+        others = queries if candidates is None else candidates.contiguous()
+        self.bases = (queries,) if candidates is None else (queries, others)
         mean = others.mean(dim=0) if precision == "fast" else others[0]
+        if candidates is not None and not normalized:  # a query less a mean of far larger candidates overflows float16
+            mean = torch.where(mean.abs().amax() <= queries.abs().amax(), mean, 0)
         self.queries = Operands.of(queries, relevance.query_order, mean, operand_scale(queries, normalized), precision)
         self.candidates = (
             self.queries

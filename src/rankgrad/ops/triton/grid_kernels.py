@@ -117,7 +117,7 @@ def collect_kernel(
     moments [rows from moment_row on, cells, 2 or 4]. Cells come in whole blocks, and those that no score is in hold 0.
     """
     i_r = from_row - first_row + tl.program_id(0)
-    count = tl.load(num_relevant + first_row + i_r)
+    count = tl.minimum(tl.load(num_relevant + first_row + i_r), P)
     o_p = tl.program_id(1) * BP + tl.arange(0, BP)
     o_t = o_p.to(tl.int64) * num_rows + i_r
     b_count = tl.zeros([BC, BP], tl.float32)
@@ -169,7 +169,7 @@ def table_kernel(
     b_d = tl.zeros([BC, BP], tl.float32)
     if cell <= tl.load(used + first_row + i_r):
         first = tl.load(begins + first_row + i_r) + cell * (1.0 / PER_UNIT)
-        count = tl.load(num_relevant + first_row + i_r)
+        count = tl.minimum(tl.load(num_relevant + first_row + i_r), P)
         b_near = tl.exp2(tl.arange(0, BC) * (1.0 / PER_UNIT))[:, None]
         for p in range(0, count, BP):
             o_p = p + tl.arange(0, BP)

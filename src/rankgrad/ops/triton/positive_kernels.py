@@ -21,7 +21,7 @@ def among_kernel(scores, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.
     equal scores would differ.
     """
     i = tl.program_id(0).to(tl.int64)
-    count = tl.load(num_relevant + i)
+    count = tl.minimum(tl.load(num_relevant + i), P)
     o_x = tl.program_id(1) * BX + tl.arange(0, BX)
     b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
     b_sum = tl.zeros([BY, BX], tl.float32)
@@ -36,7 +36,7 @@ def among_kernel(scores, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.
 def among_bwd_kernel(scores, weights, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr):
     """out[row, x] = sum over y of (w_y - w_x) slope((s_y - s_x) / tau): the slope of a sigmoid is even."""
     i = tl.program_id(0).to(tl.int64)
-    count = tl.load(num_relevant + i)
+    count = tl.minimum(tl.load(num_relevant + i), P)
     o_x = tl.program_id(1) * BX + tl.arange(0, BX)
     b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
     b_wx = tl.load(weights + i * P + o_x, mask=o_x < count, other=0.0)

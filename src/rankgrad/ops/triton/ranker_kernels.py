@@ -9,7 +9,8 @@ The kernels of `embedding_kernels` and `stored_kernels` walk over tiles and call
     backward_tile   a tile's part of the gradient
 
 The positives of a query are compared with each other in `positive_kernels`. Thresholds are kept threshold-major, [P, rows], so
-that a load over queries is contiguous.
+that a load over queries is contiguous. A query may have more positives than there is room for: a captured call finds out only
+when it has run, and its result is dropped then. So what is read and written is limited by P, not by the number of positives.
 
 Letters:  P thresholds of a query   i_ program index, o_ offsets, m_ a mask, b_ a block in registers
 """
@@ -87,7 +88,7 @@ def begin_rows(thresholds, num_relevant, centres, o_m, o_r, m_m, num_rows, P, MO
     Also the parts of length SHARED that hold the thresholds of any row. Centres are stored, +inf if that is more than one.
     """
     if MODE != RAMP:  # only the thresholds that a row of this tile has
-        P = tl.max(tl.load(num_relevant + o_m, mask=m_m, other=0), 0)
+        P = tl.minimum(tl.max(tl.load(num_relevant + o_m, mask=m_m, other=0), 0), P)
     b_low = tl.zeros([BM], tl.float32)
     b_middle = b_low
     parts = 1
@@ -276,7 +277,7 @@ def backward_tile(
     b_extra = tl.zeros([SIZE], tl.float32)
     if (MODE != RAMP) and (MODE != GRID) and (MODE != SEARCH):
         b_extra = tl.load(extra + o_r, mask=m_v, other=0.0)
-        P = tl.max(tl.load(num_relevant + o_i, mask=m_v, other=0), 0)  # no more than a query of this tile has
+        P = tl.minimum(tl.max(tl.load(num_relevant + o_i, mask=m_v, other=0), 0), P)  # only what a query of this tile has
     p_t = thresholds + o_r
     p_w = weights + o_r
     if MODE == GRID:

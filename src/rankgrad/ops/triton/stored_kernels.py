@@ -91,7 +91,7 @@ def tally_kernel(
     b_centre = tl.zeros([BM], tl.float32)
     if MODE == SIGMOID:
         b_centre = tl.load(centres + o_r, mask=m_m, other=0.0)
-    P = tl.max(tl.load(num_relevant + first_row + o_l, mask=m_m, other=0), 0)  # no more than one of these queries has
+    P = tl.minimum(tl.max(tl.load(num_relevant + first_row + o_l, mask=m_m, other=0), 0), P)  # only what these queries have
     p_s = scores + o_l[:, None] * query_stride
     for p in range(0, P, HELD):
         # two calls and not one with a branch inside: either the score or its power is alive in the loop
