@@ -1,13 +1,19 @@
-"""Memory of a device, autocast, whether it runs Triton's kernels, and what a failed capture of a CUDA graph leaves behind."""
+"""Memory of a device, autocast, which GPU is current and runs Triton's kernels, and what a failed capture leaves behind."""
 
 import gc
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
@@ -58,6 +64,17 @@ def triton_obstacle(device: torch.device) -> str | None:
         wanted, found = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
         return f"the kernels need compute capability {wanted}, and this GPU has {found}"
     return None
+
+
+def on_its_device(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
+    """Run a function with the GPU of its first argument as the current one, where Triton launches and graphs are captured."""
+
+    @wraps(function)
+    def wrapper(tensor: Tensor, /, *args: P.args, **options: P.kwargs) -> T:
+        with torch.cuda.device_of(tensor):  # nothing for a tensor on a CPU
+            return function(tensor, *args, **options)
+
+    return wrapper
 
 
 def autocast_disabled(device: torch.device) -> Any:

@@ -1,5 +1,7 @@
 """Which calls find their relevance built ahead; what a GPU does then is in the tests of the kernels."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from rankgrad.train.large_batch import LargeBatch
 
 
 class Counted:
-    """A graph or an event that counts how often it was used."""
+    """A graph that counts how often it was used."""
 
     def __init__(self):
         self.count = 0
@@ -17,14 +19,22 @@ class Counted:
     def replay(self):
         self.count += 1
 
-    record = synchronize = replay
+
+class Used:
+    """An event that lists what was done with it."""
+
+    def __init__(self):
+        self.used = []
+
+    def __getattr__(self, name):
+        return lambda: self.used.append(name)
 
 
 def capture_of(labels):
     """A capture of a loss over `labels` without its graphs."""
     capture = object.__new__(Capture)
     capture.inputs, capture.leaf = (labels.clone(),), torch.zeros(len(labels), 2)
-    capture.build_graph, capture.loss_graph, capture.known = Counted(), Counted(), Counted()
+    capture.build_graph, capture.loss_graph, capture.known = Counted(), Counted(), Used()
     capture.most, capture._begun = torch.tensor([3]), []
     return capture
 
@@ -37,8 +47,10 @@ def test_what_has_begun_is_not_built_again_and_only_once():
     assert (capture.build_graph.count, capture.loss_graph.count) == (1, 1)
     assert torch.equal(capture.inputs[0], labels)
     assert torch.equal(capture.leaf, embeddings)
+    assert capture.known.used == ["record", "wait", "synchronize"]  # it may have begun on another stream
     capture.replay(embeddings, (labels,))
     assert (capture.build_graph.count, capture.loss_graph.count) == (2, 2)
+    assert capture.known.used[3:] == ["record", "synchronize"]
 
 
 @pytest.mark.parametrize("change", ["another tensor", "written to", "a part", "none begun"])
@@ -87,6 +99,47 @@ def test_large_batch_tells_the_labels_before_the_model_runs():
     assert said[0] is labels
     assert said[1:] == ["model"]
     rg.FastAPLoss().prepare_labels(labels)  # on a CPU there is nothing to prepare
+
+
+def test_the_gpu_of_the_tensors_is_current_in_a_call(monkeypatch):
+    """Triton launches on the current GPU, and graphs are captured there, whatever GPU the tensors are on."""
+    current = []
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(tensor)
+        yield
+        current.pop()
+
+    class Watched(rg.AveragePrecision):
+        def __call__(self, ranks):
+            seen.append(current[-1])
+            return super().__call__(ranks)
+
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    loss, embeddings, labels = rg.RankLoss(rg.Exact(), Watched()), torch.randn(4, 2), torch.arange(4) // 2
+    loss(embeddings, labels)
+    loss.from_scores(embeddings, embeddings > 0)
+    assert len(seen) == 2
+    assert all(tensor is embeddings for tensor in seen)
+    assert not current
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_loss_on_a_gpu_that_is_not_current():
+    labels, data = torch.arange(64) // 4, torch.randn(64, 16)
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        loss = rg.RecallAtKLoss()
+        for _ in range(3):  # as usual, captured, replayed
+            embeddings = data.to(device).requires_grad_()
+            loss.prepare_labels(on_device := labels.to(device))
+            loss(embeddings, on_device).backward()
+            found.append(embeddings.grad.cpu())
+    assert torch.cuda.current_device() == 0
+    for gradient in found[1:]:
+        torch.testing.assert_close(gradient, found[0])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -144,6 +144,7 @@ class MulticlassRankLoss(nn.Module):
         past_relevance = [old.to(scores.device) for _, old in self.classes.past]
         inputs = (targets.to(scores.device), *past_scores, *past_relevance)
         key = (self.classes.loss.config, self.across.config, self.interclass, self._settings())
-        value, *seen = self._graphs.run(key, scores, inputs, program) or program.run(scores, inputs)
+        with torch.cuda.device_of(scores):
+            value, *seen = self._graphs.run(key, scores, inputs, program) or program.run(scores, inputs)
         self.classes.remember(*seen)
         return value

@@ -259,13 +259,15 @@ class RankLoss(CompilableLoss):
         return LossConfig(self.ranker, self.objective, Reduction(self.reduction, self.empty_query), compute)
 
     def prepare_labels(self, labels: Any) -> None:
-        """Begin a call on a GPU whose labels are known before its embeddings, which then does not wait for these.
+        """Start the next call on a GPU before its embeddings are there; pass the same tensor of labels to that call.
 
-        The number of positives is read back in a captured call. `LargeBatch` and `fit` call it before the model.
+        A captured call reads the number of positives back from the GPU, and so waits for the model where it has not been
+        started before. `LargeBatch` and `fit` call this before the model.
         """
         plain = isinstance(labels, Tensor) and labels.is_cuda and labels.dtype == torch.long and not labels.is_inference()
         if plain and self.ignore_label is None:
-            self._graphs.begin((labels,))
+            with torch.cuda.device_of(labels):
+                self._graphs.begin((labels,))
 
     def clear_graphs(self) -> None:
         """Free the GPU memory of captured CUDA graphs, at the end of a training run for instance."""

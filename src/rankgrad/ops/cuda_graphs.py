@@ -106,7 +106,9 @@ class Capture:
 
     def replay(self, leaf: Tensor, inputs: Inputs) -> list[int]:
         """Run a call and return its most positives of a query while the GPU is still working."""
-        if not self.has_begun(inputs):
+        if self.has_begun(inputs):
+            self.known.wait()  # it may have begun on another stream
+        else:
             self._build(inputs)
         self._begun = []
         self.leaf.detach().copy_(leaf)

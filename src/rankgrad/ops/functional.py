@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from rankgrad._device import on_its_device
 from rankgrad.ops import reference
 from rankgrad.ops.autograd import PositiveScores, RankCall, RankOps, ScoreSource, rank_losses, reduced
 from rankgrad.ops.backends import lowering_for, resolve, resolve_precision
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rankgrad.ops.triton.scores import ListedPositives
 
 
+@on_its_device
 def embedding_losses(
     queries: Tensor,
     candidates: Tensor | None,
@@ -157,6 +159,7 @@ def two_way_losses(
     return LossOutput(loss / 2 if mean else loss, used[0] + used[1], weights / 2)
 
 
+@on_its_device
 def score_losses(
     scores: Tensor,
     relevance: Mask,
@@ -224,8 +227,9 @@ def exact_counts(
         positives = [opened.positives(block) for block in range(len(opened.row_blocks))]
         return opened, positives, opened.count(ops, [ops.thresholds(items, 0) for items in positives], 0, keep=False)
 
-    compile_together(frozenset((queries.shape[1], kind) for kind in source.kinds), counted, queries.device)
-    opened, positives, counts = counted()
+    with torch.cuda.device_of(queries):
+        compile_together(frozenset((queries.shape[1], kind) for kind in source.kinds), counted, queries.device)
+        opened, positives, counts = counted()
     for rows, items, count in zip(opened.row_blocks, positives, counts, strict=True):
         assert items.valid is not None, "the kernels pad"
         yield built.query_order[rows], count.unsorted() if isinstance(count, DescendingCounts) else count, items.valid

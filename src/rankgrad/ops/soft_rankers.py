@@ -231,12 +231,12 @@ class UpperBound(Ranker):
 
 
 def _least(like: Tensor) -> float:
-    """A sigmoid that no sum with 1 shows, and whose product with a weight is not subnormal, see `_without_negligible`."""
+    """A sigmoid too small to change a sum with 1, whose product with a weight is not subnormal, see `_without_negligible`."""
     return torch.finfo(like.dtype).eps ** 2
 
 
 def _without_negligible(weights: Tensor) -> Tensor:
-    """0 for weights that no sum with the largest one shows: their products with slopes would be subnormal, which is slow."""
+    """Weights, 0 where too small to change a sum with the largest one: times a slope they would be subnormal, which is slow."""
     if not weights.numel():
         return weights
     size = weights.abs()

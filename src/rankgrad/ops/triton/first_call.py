@@ -1,8 +1,8 @@
-"""The first call of a loss compiles its kernels at the same time, and not one after the other as they are launched.
+"""The first call of a loss compiles its kernels in parallel, not one after another as they are launched.
 
-Its launches are known before it runs: by a rehearsal of the same call. Triton's passes, LLVM and ptxas run without Python's
-lock, so that threads are enough. What is compiled lies in Triton's cache, on disk, under the source of the kernel and the
-versions of Triton and ptxas; a later process only loads it.
+A rehearsal of the call tells which kernels it will launch. Triton's passes, LLVM and ptxas release Python's lock, so threads
+are enough. Triton keeps compiled kernels in its cache on disk, by their source and the versions of Triton and ptxas; a later
+process only loads them.
 """
 
 import contextvars
@@ -88,7 +88,7 @@ def _compile(call: Callable[[], object], device: torch.device) -> None:
             return function()
 
     def load(compiled: Future[Any]) -> None:
-        with suppress(Exception):  # it is told by the compiler, or when the kernel is launched
+        with suppress(Exception):  # reported by the compiler, or when the kernel is launched
             on_device(lambda: compiled.result().run)
 
     with torch.cuda.device(device), ThreadPoolExecutor() as pool:
@@ -97,9 +97,9 @@ def _compile(call: Callable[[], object], device: torch.device) -> None:
         if not begun:
             return
         wait(begun)
-        # those of the most arguments take longest
+        # those with the most arguments take longest
         launches.sort(key=lambda launch: -len(launch.keywords))
-        with triton.AsyncCompileMode(pool):  # at its end, raises what the compiler does
+        with triton.AsyncCompileMode(pool):  # on exit, raises the errors of the compiler
             for launch in launches:
                 with suppress(Exception):
                     kernel = launch()

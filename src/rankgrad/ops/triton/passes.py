@@ -12,7 +12,7 @@ from rankgrad.ops.triton.tiles import TILE, WIDEST
 GRADIENT_ROWS = 4096
 GRADIENT_BYTES = 2**32
 
-# Fewest rows of a pass over the scores, fewest columns of them that are stored at once, and what share of all they are else.
+# Fewest rows of a pass over the scores; fewest columns of scores that are stored at once, where one in SCORE_SHARE is fewer.
 PASS_ROWS = 1024
 SCORE_COLUMNS = 4096
 SCORE_SHARE = 8

@@ -58,7 +58,7 @@ class Block:
     group: int  # that the rows are of
     columns: slice
     other: int  # group that the columns are of
-    scores: Tensor  # [rows, columns] in whole tiles, -inf where a pair is hidden or an end is passed
+    scores: Tensor  # [rows, columns] in whole tiles, -inf where a pair is hidden or past the end
 
 
 # Which side of a tile an operand is of.
