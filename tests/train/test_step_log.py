@@ -109,23 +109,24 @@ def test_embeddings_that_are_nan_are_reported_and_not_their_diagnostics(tmp_path
 class FailsAt(nn.Module):
     """A network that raises at one pass."""
 
-    def __init__(self, call):
+    def __init__(self, call, error):
         super().__init__()
-        self.body, self.left = network(), call
+        self.body, self.left, self.error = network(), call, error
 
     def forward(self, images):
         self.left -= 1
         if self.left == 0:
-            raise ValueError("no more")
+            raise self.error("no more")
         return self.body(images)
 
 
-def test_the_last_complete_step_before_an_error_has_its_entry(tmp_path, late):
-    with pytest.raises(ValueError, match="no more"):
-        journal(tmp_path, model=FailsAt(4))
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyboardInterrupt])
+def test_the_last_complete_step_before_an_error_has_its_entry(tmp_path, late, error):
+    with pytest.raises(error, match="no more"):
+        journal(tmp_path, model=FailsAt(4, error))
     lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 3]
-    assert lines[-1]["reason"] == "error"
+    assert (lines[-1]["kind"] == "end") == (error is ValueError)
 
 
 class RefusesScores(rg.RecallAtKLoss):

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from rankgrad.train.diagnostics import MOST_ROWS_FOR_SPREAD, CollapseDetector, diagnose, in_batch, spread, unit_rows
-from rankgrad.train.errors import NotFiniteError
 from rankgrad.train.large_batch import unwrap_loss
 from rankgrad.train.meters import Throughput
 from rankgrad.train.train_step import StepOutput, TrainStep
@@ -82,8 +81,8 @@ class StepLog:
 
     def abandon(self) -> None:
         """Writes the entry if its step was finite, and drops it otherwise: for a run that ends with an error."""
-        # a GPU that has failed cannot tell, and diagnostics that failed are not what ended the run
-        with contextlib.suppress(NotFiniteError, RuntimeError, ValueError):
+        # a GPU that has failed cannot tell, and nothing that goes wrong here is what ended the run
+        with contextlib.suppress(Exception):
             # of several processes another may have ended, and a GPU would wait for it
             if self._entry is not None and self.step.processes.size == 1:
                 self._wait_for_values(self._entry)
@@ -92,7 +91,8 @@ class StepLog:
         self._entry = None
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread; an exception that nobody expected may have left an entry."""
+        self.abandon()
         if self._thread is not None:
             self._thread.shutdown()
 
