@@ -242,7 +242,7 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
 def _run_compiled(
     kinds: frozenset[Hashable], run: Callable[[LossConfig], LossOutput], config: LossConfig, device: torch.device
 ) -> LossOutput:
-    """`run` by the kernels, which are compiled at the same time before the first call of a kind."""
+    """`run` by the kernels, which are compiled in parallel before the first call of a kind."""
     from rankgrad.ops.triton.first_call import StandIn, compile_together
 
     compile_together(kinds, lambda: run(replace(config, objective=StandIn.of(config.objective))), device)
