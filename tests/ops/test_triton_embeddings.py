@@ -18,6 +18,7 @@ embeddings_module = pytest.importorskip("rankgrad.ops.triton.embeddings")
 lowerings = pytest.importorskip("rankgrad.ops.triton.lowerings")
 passes = pytest.importorskip("rankgrad.ops.triton.passes")
 stored_scores = pytest.importorskip("rankgrad.ops.triton.stored_scores")
+tiles = pytest.importorskip("rankgrad.ops.triton.tiles")
 
 # a power that overflows is a sigmoid that is 0 or 1; numpy, under the interpreter, remarks on it
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -167,6 +168,14 @@ def test_a_score_is_the_same_to_the_last_bit_whichever_of_its_items_is_the_query
     stored = source._stored(lowerings.lowering_of(rg.Sigmoid(0.01), given_scores=False), source._passes([source.everyone]))
     scores = next(stored.blocks(0, source.everyone)).scores[:130, :130]
     assert torch.equal(scores, scores.t())
+
+
+@pytest.mark.parametrize("ranker", [rg.Sigmoid(0.05), rg.Blackbox(20.0, 0.02)], ids=str)
+def test_blocks_of_the_size_that_a_gpu_gets(ranker, monkeypatch):
+    """Elsewhere the interpreter gets larger ones, which are faster there."""
+    for name in ("TALLY_ROWS", "TALLY_COLUMNS", "GRADIENT_TILE", "SQUARE_GRADIENT_TILE"):
+        monkeypatch.setattr(stored_scores, name, getattr(tiles, name))
+    assert_as_good_as_float32(ranker, *batch(40, 12))
 
 
 def test_the_query_in_its_own_list():

@@ -16,7 +16,7 @@ def warm_up(loss: nn.Module, items: int, per_class: int, dim: int, device: torch
     generator = torch.Generator().manual_seed(0)  # those of the run are not touched
     embeddings = torch.randn(items, dim, generator=generator).to(device).requires_grad_()
     labels = torch.arange(items, device=device) // per_class
-    # of a new thread the current GPU is the first
+    # a new thread starts with the first GPU as its current one
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
             value = loss(embeddings, labels)
