@@ -23,7 +23,7 @@ import torch
 from benchmarks.csv_rows import append_csv, text_table
 from benchmarks.presets import PRESETS
 from benchmarks.synthetic import hard_batch
-from rankgrad.ops.rehearsal import rehearsal
+from rankgrad.ops.dry_run import dry_run
 
 ITEMS, DIM = 512, 512
 # few thresholds of a query, so many that other tiles are chosen (MANY_THRESHOLDS), and so many that grids pay off
@@ -131,7 +131,7 @@ def recorded(card: Card) -> Iterator[list[Launch]]:
         patch.object(stored_scores, "takes_descriptors", lambda device: card.capability >= 90),
         patch.object(embeddings.FusedEmbeddingScores, "__init__", make),
         patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # the kernels may be called on a CPU
-        rehearsal(note),
+        dry_run(note),
     ):
         yield launches
 

@@ -1,4 +1,4 @@
-"""The kernels of a loss are compiled at the same time before its first call, by a rehearsal in which none is run."""
+"""The kernels of a loss are compiled at the same time before its first call, by a dry run in which none is run."""
 
 import os
 import re
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import rankgrad as rg
-from rankgrad.ops.rehearsal import launch_instead, rehearsal
+from rankgrad.ops.dry_run import dry_run, launch_instead
 
 triton = pytest.importorskip("triton")
 first_call = pytest.importorskip("rankgrad.ops.triton.first_call")
@@ -50,7 +50,7 @@ def batch(per_class):
 
 def launches(call):
     names = []
-    with rehearsal(lambda kernel, grid, arguments: names.append(kernel.__name__)):
+    with dry_run(lambda kernel, grid, arguments: names.append(kernel.__name__)):
         call()
     return names
 
@@ -71,7 +71,7 @@ def launches(call):
     ],
 )
 @pytest.mark.parametrize("precision", ["fast", "high"])
-def test_a_rehearsal_knows_the_launches_of_both_passes_and_runs_none(loss, per_class, of_ranker, precision):
+def test_a_dry_run_knows_the_launches_of_both_passes_and_runs_none(loss, per_class, of_ranker, precision):
     embeddings, labels = batch(per_class)
     loss.backend, loss.precision = "triton", precision
     expected = EMBEDDINGS | of_ranker[precision]
@@ -83,7 +83,7 @@ def test_a_rehearsal_knows_the_launches_of_both_passes_and_runs_none(loss, per_c
     assert not only_forward & {"gradient_kernel", "gather_kernel"}
 
 
-def test_every_kernel_that_is_launched_can_be_rehearsed():
+def test_every_kernel_that_is_launched_can_be_tried():
     folder = Path(first_call.__file__).parent
     assert len(re.findall(r"^@kernel\(", "".join(path.read_text() for path in folder.glob("*.py")), re.MULTILINE)) > 20
     for path in folder.glob("*.py"):
@@ -91,7 +91,7 @@ def test_every_kernel_that_is_launched_can_be_rehearsed():
         assert not found, f"{path.name}: {found} are launched: decorate them with @kernel() in place of @triton.jit"
 
 
-def test_a_rehearsal_of_score_lists():
+def test_a_dry_run_of_score_lists():
     scores = torch.randn(2, 300, device=DEVICE, requires_grad=True)
     relevance = torch.arange(300, device=DEVICE).expand(2, -1) % 7 == 0
     loss = rg.RamboAPLoss(backend="triton")
@@ -100,7 +100,7 @@ def test_a_rehearsal_of_score_lists():
 
 def test_other_threads_launch_meanwhile():
     seen = []
-    with rehearsal(lambda *launch: None):
+    with dry_run(lambda *launch: None):
         thread = threading.Thread(target=lambda: seen.append(launch_instead()))
         thread.start()
         thread.join()
@@ -108,7 +108,7 @@ def test_other_threads_launch_meanwhile():
     assert seen == [None]
 
 
-def test_the_objective_of_the_user_does_not_see_a_rehearsal(gpu):
+def test_the_objective_of_the_user_does_not_see_a_dry_run(gpu):
     seen = []
 
     def objective(ranks):
@@ -168,25 +168,25 @@ class FakeKernel:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As if tensors were on a GPU: kernels are run by the interpreter, and the rehearsal asks the fake to compile."""
+    """As if tensors were on a GPU: kernels are run by the interpreter, and the dry run asks the fake to compile."""
     fake = FakeGPU()
     monkeypatch.setattr(first_call, "_compiled", set())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(triton, "AsyncCompileMode", fake.mode, raising=False)
-    together, made = first_call.compile_together, first_call.rehearsal
+    together, made = first_call.compile_together, first_call.dry_run
 
     def on_gpu(kinds, call, device):
         together(kinds, call, torch.device("cuda"))
 
-    def rehearsal_of_fakes(instead):
+    def dry_run_of_fakes(instead):
         def fake_instead(kernel, grid, arguments):
             instead(FakeFunction(kernel.__name__, fake), grid, arguments)
 
         return made(fake_instead)
 
     monkeypatch.setattr(first_call, "compile_together", on_gpu)
-    monkeypatch.setattr(first_call, "rehearsal", rehearsal_of_fakes)
+    monkeypatch.setattr(first_call, "dry_run", dry_run_of_fakes)
     return fake
 
 
@@ -218,9 +218,9 @@ def test_a_kind_of_call_is_compiled_once_and_loaded_by_other_threads(gpu):
     assert gpu.names.count("operand_kernel") == 2
 
 
-@pytest.mark.parametrize("failing", ["the rehearsal", "asking Triton"])
+@pytest.mark.parametrize("failing", ["the dry run", "asking Triton"])
 def test_what_fails_before_kernels_are_compiled_does_not_stop_the_call(gpu, monkeypatch, failing):
-    if failing == "the rehearsal":
+    if failing == "the dry run":
         monkeypatch.setattr(first_call.StandIn, "__call__", lambda self, ranks: 1 / 0)
     gpu.error, gpu.refuses = TypeError("no such argument"), failing == "asking Triton"
     if not gpu.refuses:
@@ -239,7 +239,7 @@ def test_an_error_of_the_compiler_is_that_of_the_call(gpu):
         rg.FastAPLoss(backend="triton", precision="high", cuda_graphs=False)(embeddings, labels)
 
 
-def test_nothing_is_rehearsed_while_a_graph_is_captured_or_without_the_mode(gpu, monkeypatch):
+def test_there_is_no_dry_run_while_a_graph_is_captured_or_without_the_mode(gpu, monkeypatch):
     embeddings, labels = batch(4)
     loss = rg.FastAPLoss(backend="triton", precision="fast", cuda_graphs=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -300,7 +300,7 @@ import os
 import torch
 import rankgrad as rg
 import rankgrad.ops.triton.embeddings
-from rankgrad.ops.rehearsal import rehearsal
+from rankgrad.ops.dry_run import dry_run
 
 os.environ["TRITON_INTERPRET"] = "1"  # now that kernels are made, they may be called on a CPU
 found = {}
@@ -322,7 +322,7 @@ for loss in (rg.RecallAtKLoss(), rg.FastAPLoss(), rg.RamboAPLoss()):
         for per_class in (4, 40):
             for items in (96, 100, 257, 2048, 2050):
                 made = type(loss)(backend="triton", precision=precision)
-                with rehearsal(note):
+                with dry_run(note):
                     made(torch.randn(items, 64, requires_grad=True), torch.arange(items) // per_class)
 for (loss, per_class, precision, kernel), variants in found.items():
     if len(set(variants.values())) > 1:

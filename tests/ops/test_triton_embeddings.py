@@ -9,8 +9,8 @@ from torch import Tensor
 import rankgrad as rg
 from rankgrad.ops import relevance
 from rankgrad.ops.autograd import RankCall, rank_losses
+from rankgrad.ops.dry_run import launch_instead
 from rankgrad.ops.labels import IntervalRelevance, Labels
-from rankgrad.ops.rehearsal import launch_instead
 from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
 
 pytest.importorskip("triton")

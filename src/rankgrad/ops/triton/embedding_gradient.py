@@ -6,9 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
+from rankgrad.ops.dry_run import launch_instead
 from rankgrad.ops.labels import IntervalRelevance
 from rankgrad.ops.pair_relevance import PairRelevance
-from rankgrad.ops.rehearsal import launch_instead
 from rankgrad.ops.triton.embedding_kernels import gather_kernel
 from rankgrad.ops.triton.operands import Operands
 from rankgrad.ops.triton.query_groups import QueryGroups

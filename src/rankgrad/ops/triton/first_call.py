@@ -1,6 +1,6 @@
 """The first call of a loss compiles its kernels in parallel, not one after another as they are launched.
 
-A rehearsal of the call tells which kernels it will launch. Triton's passes, LLVM and ptxas release Python's lock, so threads
+A dry run of the call tells which kernels it will launch. Triton's passes, LLVM and ptxas release Python's lock, so threads
 are enough. Triton keeps compiled kernels in its cache on disk, by their source and the versions of Triton and ptxas; a later
 process only loads them.
 """
@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from rankgrad.ops.autograd import Objective, Ranks
-from rankgrad.ops.rehearsal import rehearsal
+from rankgrad.ops.dry_run import dry_run
 
 _compiled: set[Hashable] = set()
 _lock = threading.Lock()
@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class StandIn:
-    """In place of an objective in a rehearsal, where ranks are arbitrary numbers: a sum of all that it may depend on."""
+    """In place of an objective in a dry run, where ranks are arbitrary numbers: a sum of all that it may depend on."""
 
     graded: bool
 
@@ -92,7 +92,7 @@ def _compile(call: Callable[[], object], device: torch.device) -> None:
             on_device(lambda: compiled.result().run)
 
     with torch.cuda.device(device), ThreadPoolExecutor() as pool:
-        with suppress(Exception), rehearsal(note):  # whatever goes wrong here goes wrong again in the call, which says so
+        with suppress(Exception), dry_run(note):  # whatever goes wrong here goes wrong again in the call, which says so
             call()
         if not begun:
             return

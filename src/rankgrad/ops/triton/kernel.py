@@ -6,11 +6,11 @@ from typing import Any
 
 import triton
 
-from rankgrad.ops.rehearsal import launch_instead
+from rankgrad.ops.dry_run import launch_instead
 
 
 class Kernel:
-    """A function compiled by Triton, launched as `kernel[grid](name=value, ...)`; in a rehearsal it is not run."""
+    """A function compiled by Triton, launched as `kernel[grid](name=value, ...)`; in a dry run it is not run."""
 
     def __init__(self, function: Callable[..., None], **options: Any) -> None:
         self.jit = triton.jit(function, **options)

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops.rehearsal import launch_instead
+from rankgrad.ops.dry_run import launch_instead
 from rankgrad.ops.triton.kernel_arguments import BackwardArgs, CountArgs
 from rankgrad.ops.triton.lowerings import Lowering
 from rankgrad.ops.triton.operands import padded
@@ -121,7 +121,7 @@ class StoredScores:
         self._tally(tallies[block.group], block.rows, block.scores)
         # in its own square a pass has both of a pair
         beyond = slice(max(block.columns.start, block.rows.stop), block.columns.stop)
-        # a rehearsal is for larger batches, too
+        # a dry run is for larger batches, too
         if self.passes.symmetric and (beyond.start < beyond.stop or launch_instead()):
             self._tally(tallies[block.other], beyond, block.scores[:, padded(beyond.start - block.columns.start, TILE) :].t())
 

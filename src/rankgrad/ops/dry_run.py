@@ -1,6 +1,6 @@
 """Calls whose kernels are not launched but handed to a function, which may list them or compile them.
 
-In a rehearsal the results of kernels are whatever was in memory. So nothing may be indexed by them, and no function of the
+In a dry run the results of kernels are whatever was in memory. So nothing may be indexed by them, and no function of the
 user is called with them. A function with a backward pass goes through it at once: the gradient will not be asked for.
 """
 
@@ -17,7 +17,7 @@ _instead: ContextVar[Launch | None] = ContextVar("rankgrad_launch", default=None
 
 
 @contextmanager
-def rehearsal(instead: Launch) -> Iterator[None]:
+def dry_run(instead: Launch) -> Iterator[None]:
     """Calls `instead` where a kernel would be launched."""
     token = _instead.set(instead)
     try:
@@ -27,5 +27,5 @@ def rehearsal(instead: Launch) -> Iterator[None]:
 
 
 def launch_instead() -> Launch | None:
-    """What the rehearsal under way does with a launch; None where there is none."""
+    """What the dry run under way does with a launch; None where there is none."""
     return _instead.get()
