@@ -1,12 +1,14 @@
 """The loop as a whole: what it writes, how it ends, what it refuses, what it does when memory or numbers fail."""
 
 import dataclasses
+import gc
 import hashlib
 import json
 import math
 import shutil
 import signal
 import time
+import weakref
 
 import pytest
 import torch
@@ -77,6 +79,19 @@ def test_the_callers_generator_is_left_alone(tmp_path):
     state = torch.get_rng_state()
     train(tmp_path)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_run_keeps_nothing_of_its_model(tmp_path):
+    """Without a collection of garbage, which may be long after: on a GPU the next run needs the memory."""
+    model = network()
+    alive = weakref.ref(model)
+    gc.disable()
+    try:
+        train(tmp_path, model=model)
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_the_seed_decides(tmp_path):

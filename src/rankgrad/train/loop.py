@@ -170,11 +170,11 @@ class _Training:
             self.processes.on_first(lambda: self.store.rewind_to(checkpoint.step, self.state.best))
         self.processes.on_first(self._open_journal)
         stack.callback(self.journal.close)
-        self.step_log = StepLog(self.step, self.journal.log, self._warn)
-        stack.callback(self.step_log.close)
         self.progress = stack.enter_context(
             Progress(self.total, "training", unit="steps", done=self.state.step, shown=self.processes.first)
         )
+        self.step_log = StepLog(self.step, self.journal.log, self.progress.say)
+        stack.callback(self.step_log.close)
         self._log_start(resume, checkpoint, faults, description)
         stack.enter_context(self.stop_signal)
         try:

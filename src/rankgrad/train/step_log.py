@@ -39,11 +39,11 @@ class StepLog:
     Args:
         step: takes the steps.
         log: writes an entry, of a kind, step, epoch and content.
-        warn: shows a warning to the user.
+        say: shows a line to the user.
     """
 
-    def __init__(self, step: TrainStep, log: Callable[..., None], warn: Callable[[str], None]) -> None:
-        self.step, self.log, self.warn = step, log, warn
+    def __init__(self, step: TrainStep, log: Callable[..., None], say: Callable[[str], None]) -> None:
+        self.step, self.log, self.say = step, log, say
         self.throughput, self.collapse = Throughput(), CollapseDetector()
         self._entry: _StepEntry | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -118,7 +118,8 @@ class StepLog:
         self.log("step", step=entry.step, epoch=entry.epoch, **content)
         collapse = self.collapse.check(content)
         if collapse is not None:
-            self.warn(collapse)
+            self.log("warning", step=entry.step, epoch=entry.epoch, message=collapse)
+            self.say(f"warning: {collapse}")
 
     def _runs_beside(self, loss: Any) -> bool:
         """Whether diagnostics may run beside the rest of the step: not if they read parameters, which it changes."""
