@@ -28,6 +28,7 @@ Figures:
     share STAGE MODEL BATCH CUT       the same as a share of the bare loop
     million PRECISION                 seconds of a step on a million items
     cars METRIC LABEL                 percent, the mean over seeds of a line of `rankgrad study cars`
+    cars-published METRIC LABEL       likewise, of `rankgrad study cars-published`
 """
 
 import argparse
@@ -49,7 +50,7 @@ from rankgrad._messages import markdown_table
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
-    *(ROOT / "docs" / f"{page}.md" for page in ("performance", "evaluation", "large_batch", "distributed")),
+    *(ROOT / "docs" / f"{page}.md" for page in ("performance", "evaluation", "large_batch", "distributed", "choose")),
     ROOT / "README.md",
 )
 TABLE = re.compile(r"(?<=<!-- table )(?P<name>[a-z-]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
@@ -380,6 +381,7 @@ FIGURES: dict[str, tuple[str, Callable[..., str]]] = {
     "share": (f"training-rates-{GPU}", share),
     "million": (f"million-items-{GPU}", million_seconds),
     "cars": (f"cars-{GPU}", cars),
+    "cars-published": (f"cars-published-{GPU}", cars),
 }
 TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "batch-sizes": (f"kernels-{GPU}", batch_sizes),

@@ -251,7 +251,7 @@ def test_settings_reach_the_loop():
     ("name", "kind", "expected"),
     [
         ("sop-fastap-r50-m96", rg.FastAPLoss, rg.FastAPLoss(10)),
-        ("inshop-rambo-log-no-memory", rg.RamboRecallLoss, rg.RamboRecallLoss(0.2, 0.05, "log")),
+        ("inshop-rambo-log", rg.RamboRecallLoss, rg.RamboRecallLoss(0.2, 0.05, "log")),
         ("omniglot-rambo-ap", rg.RamboAPLoss, rg.RamboAPLoss(4.0, 0.02)),
         ("cars-smooth-ap-gem", rg.SmoothAPLoss, rg.SmoothAPLoss(0.01)),
         ("cars-recall-at-k", rg.RecallAtKLoss, rg.RecallAtKLoss()),
@@ -267,7 +267,7 @@ def test_simix_memory_and_the_query_in_the_database():
     simix = task_for(find("cars-recall-at-k-simix")).make_loss()
     assert isinstance(simix, rg.SiMix)
     assert simix.loss.objective.ks == (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
-    memory = task_for(find("sop-rambo-loglog")).make_loss()
+    memory = task_for(find("sop-rambo-loglog-memory")).make_loss()
     assert isinstance(memory, rg.EmbeddingMemory)
     assert memory.size == 3
     embeddings, labels = torch.eye(4), torch.tensor([0, 0, 1, 1])

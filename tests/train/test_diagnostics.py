@@ -101,14 +101,27 @@ def test_skipped_queries():
     assert skipped_queries(labels, memory) == 0, "each finds itself of the batch before"
 
 
+def measured(*spreads, rank=50.0):
+    return [{"spread": value, "effective_rank": rank} for value in spreads]
+
+
 def test_collapse_is_told_once_and_only_where_it_is_one():
     detector = CollapseDetector()
-    assert [detector.check({"spread": value}) for value in (0.6, 0.3, 0.1, 0.05)] == [None] * 4
-    told = detector.check({"spread": 0.004})
+    assert [detector.check(numbers) for numbers in measured(0.6, 0.3, 0.1, 0.05)] == [None] * 4
+    (last,) = measured(0.004)
+    told = detector.check(last)
     assert "the mean cosine between images is 0.9960, it was 0.4000 at first" in told
     assert "lower --lr" in told
-    assert detector.check({"spread": 0.001}) is None
+    assert detector.check(last) is None
     # a network that begins with similar embeddings and draws them apart
     detector = CollapseDetector()
-    assert [detector.check({"spread": value}) for value in (0.015, 0.01, 0.02, 0.1)] == [None] * 4
+    assert [detector.check(numbers) for numbers in measured(0.015, 0.01, 0.02, 0.1)] == [None] * 4
+    # embeddings that are close to each other along few directions, as on the way to a point
+    detector = CollapseDetector()
+    first, near, flat = *measured(0.6, 0.1), *measured(0.1, rank=4.0)
+    assert [detector.check(first), detector.check(near)] == [None, None]
+    assert "all embeddings fall together" in detector.check(flat)
+    # two classes far apart have few directions, too
+    detector = CollapseDetector()
+    assert [detector.check(numbers) for numbers in (*measured(0.6), *measured(0.5, rank=2.0))] == [None, None]
     assert detector.check({"loss of a detector": 1.0}) is None

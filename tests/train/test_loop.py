@@ -703,6 +703,19 @@ def test_a_collapse_is_told_while_it_happens(tmp_path):
     (warning,) = entries(tmp_path, "warning")
     assert warning["message"].startswith("all embeddings fall together: the mean cosine between images is 0.9")
     assert warning["step"] < 50
+    assert "--memory" not in warning["message"]
+
+
+def test_a_collapse_with_a_memory_names_it(tmp_path):
+    class Together(rg.EmbeddingMemory):
+        def forward(self, embeddings, labels):
+            super().forward(embeddings, labels)
+            unit = nn.functional.normalize(embeddings, dim=1)
+            return -(unit @ unit.t()).mean()
+
+    train(tmp_path, changed(epochs=10, lr=3e-2), loss=Together(rg.FastAPLoss(), 1), model=network(dropout=0.0))
+    (warning,) = entries(tmp_path, "warning")
+    assert "try --memory 0" in warning["message"]
 
 
 def test_diagnostics_do_not_change_training(tmp_path):

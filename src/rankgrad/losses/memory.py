@@ -54,7 +54,9 @@ class EmbeddingMemory(_Memory):
     """`loss` of a batch ranked against itself and the embeddings of the last `size` batches.
 
     With b items in the batch and k in memory each list has b - 1 + k candidates, and a `Blackbox` ranker normalises by that
-    length. The memory holds embeddings of earlier weights: the faster the model changes, the smaller `size` should be.
+    length. The memory holds embeddings of earlier weights: the faster the model changes, the smaller `size` should be. These
+    have no gradient, so a batch can get ahead of them by moving as a whole, and embeddings may collapse: compare with a run
+    without a memory before you rely on one.
 
     In `Pairs` the items b, b + 1, ... are those in memory, oldest first; a query is ranked against all of them, and those that
     no pair names are irrelevant to it.

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankgrad.recipes.loss_studies import CARS
-from rankgrad.recipes.rambo import RECALLED
+from rankgrad.recipes.rambo import CUB, MEMORY_SIZE, RECALLED
 from rankgrad.recipes.recall_at_k import SIMIX_KS, resnet
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.study import Study, Variation
@@ -52,6 +52,7 @@ IMAGES_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
 # the recalled settings of CUB-200 on Cars196 with a small network, 20 of the 80 epochs
 RAMBO = replace(
     RECALLED["cub"],
+    memory=MEMORY_SIZE,
     name="cars-rambo-short",
     data_set="cars",
     size=160,
@@ -66,22 +67,20 @@ RAMBO = replace(
     log_every=50,
 )
 RESIZED: dict[str, Any] = {"aspect": "kept", "crop": "resized", "crop_scale": 0.2}
-# what is ours in the recipes of CUB-200
-OURS: dict[str, Any] = {**RESIZED, "lam": 4.0, "pool": "gem", "layer_norm": True}
 # in the order of likelihood
 RAMBO_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as recalled", {}),
     ("crops of random scale", RESIZED),
-    ("crops, lam 4, GeM, layer norm", OURS),
+    ("crops, lam 4, GeM, layer norm", CUB),
     ("lam 4", {"lam": 4.0}),
     ("no memory", {"memory": 0}),
     ("lr x 4", {"lr": 2e-4}),
     ("8 images of a class", {"per_class": 8}),
     ("statistics of the batch", {"batch_norm": "live"}),
     ("GeM, layer norm", {"pool": "gem", "layer_norm": True}),
-    ("crops, lam 4, GeM, layer norm, lr x 4", {**OURS, "lr": 2e-4}),
-    ("crops, lam 4, GeM, layer norm, no memory", {**OURS, "memory": 0}),
-    ("crops, lam 4, GeM, layer norm, batches of 392, no memory", {**OURS, "memory": 0, "batch_size": 392}),
+    ("crops, lam 4, GeM, layer norm, lr x 4", {**CUB, "lr": 2e-4}),
+    ("crops, lam 4, GeM, layer norm, no memory", {**CUB, "memory": 0}),
+    ("crops, lam 4, GeM, layer norm, batches of 392, no memory", {**CUB, "memory": 0, "batch_size": 392}),
     ("lr of the embedding layer x 1", {"head_lr": 1.0}),
 )
 

@@ -16,8 +16,9 @@ MOST_ROWS_FOR_SPREAD = 1024
 # share of the largest gradient of a pair below which a pair does not move the model
 NOTICEABLE = 1e-3
 
-# embeddings have collapsed when their spread is below this, and below this share of what it was at first
-COLLAPSED, OF_FIRST = 0.02, 0.2
+# embeddings collapse when their spread is below this share of what it was at first, and either below this at all or in less
+# than this share of the dimensions
+OF_FIRST, COLLAPSED, FEW_DIMENSIONS = 0.2, 0.02, 0.1
 
 
 def diagnose(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
@@ -59,25 +60,31 @@ def in_batch(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
     return numbers
 
 
+# a batch that moves as a whole leaves the irrelevant items in memory behind, which have no gradient
+FROM_MEMORY = "Ranking against past batches makes this likely: try --memory 0. "
+
+
 class CollapseDetector:
     """Notices that all embeddings fall together, from the numbers of `diagnose`."""
 
     def __init__(self) -> None:
-        self.first: float | None = None
+        self.first: Mapping[str, float] | None = None
         self.reported = False
 
-    def check(self, numbers: Mapping[str, float]) -> str | None:
-        """What to tell the user, once; None while there is nothing to tell."""
-        now = numbers.get("spread")
-        if now is None or self.reported:
+    def check(self, numbers: Mapping[str, float], loss: Any = None) -> str | None:
+        """What to tell the user of a run with this loss, once; None while there is nothing to tell."""
+        if "spread" not in numbers or self.reported:
             return None
-        first = self.first
-        self.first = now if first is None else first
-        if first is None or now >= COLLAPSED or now >= OF_FIRST * first:
+        if self.first is None:
+            self.first = {name: numbers[name] for name in ("spread", "effective_rank")}
+        first, now = self.first["spread"], numbers["spread"]
+        flat = numbers["effective_rank"] < FEW_DIMENSIONS * self.first["effective_rank"]
+        if now >= OF_FIRST * first or not (now < COLLAPSED or flat):
             return None
         self.reported = True
         return (
             f"all embeddings fall together: the mean cosine between images is {1 - now:.4f}, it was {1 - first:.4f} at first. "
+            f"{FROM_MEMORY if getattr(loss, 'past', None) else ''}"
             "Most often the learning rate is too high: lower --lr, add --warmup-steps, or from random weights --whiten"
         )
 

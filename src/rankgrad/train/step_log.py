@@ -116,7 +116,7 @@ class StepLog:
         if entry.pending is not None:
             content |= entry.pending.result()
         self.log("step", step=entry.step, epoch=entry.epoch, **content)
-        collapse = self.collapse.check(content)
+        collapse = self.collapse.check(content, unwrap_loss(self.step.loss))
         if collapse is not None:
             self.log("warning", step=entry.step, epoch=entry.epoch, message=collapse)
             self.say(f"warning: {collapse}")
