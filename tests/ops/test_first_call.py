@@ -26,7 +26,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NORMALIZE = {"normalize_kernel", "normalize_bwd_kernel"}
 EMBEDDINGS = NORMALIZE | {"operand_kernel", "positives_kernel", "store_kernel", "gradient_kernel", "gather_kernel"}
 COUNT = {"fast": {"count_kernel"}, "high": {"tally_kernel"}}
-AMONG = {"among_kernel", "among_bwd_kernel"}
+AMONG = {"among_kernel", "among_bwd_kernel", "weigh_kernel"}
+RECALL = AMONG | {"recall_kernel"}
 GRIDS = {"grid_kernel", "scatter_kernel", "moment_kernel", "collect_kernel", "table_kernel"}
 BLACKBOX = {"proper_kernel", "perturb_kernel"}
 SCORES = {"table_kernel", "count_kernel", "backward_kernel", "positive_grad_kernel"} | BLACKBOX
@@ -58,7 +59,7 @@ def launches(call):
 @pytest.mark.parametrize(
     ("loss", "per_class", "of_ranker"),
     [
-        (rg.RecallAtKLoss(), 4, {"fast": {"count_kernel"} | AMONG, "high": {"centre_kernel", "tally_kernel"} | AMONG}),
+        (rg.RecallAtKLoss(), 4, {"fast": {"count_kernel"} | RECALL, "high": {"centre_kernel", "tally_kernel"} | RECALL}),
         (rg.SmoothAPLoss(), 64, dict.fromkeys(COUNT, GRIDS | AMONG)),
         (rg.FastAPLoss(), 4, dict.fromkeys(COUNT, COUNT["fast"])),
         (rg.RamboAPLoss(), 4, {name: found | BLACKBOX for name, found in COUNT.items()}),

@@ -1,5 +1,6 @@
 """Average precision: the objective, and the losses built on it. Each takes the keyword arguments of `RankLoss` too."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,6 +37,15 @@ class AveragePrecision:
         if self.k is None:
             return 1 - ranks.mean(precision)
         return 1 - ranks.total(precision * ranks.within(self.k, self.tau)) / ranks.num_relevant.clamp(1, self.k)
+
+    def with_gradient(self, ranks: Ranks, fields: Sequence[str], kernels: Any) -> tuple[Tensor, ...] | None:
+        """Losses, 0 where there is no positive, and derivatives by `fields`, in half the steps of autograd; None with a cut."""
+        if self.k is not None:
+            return None
+        weight = ranks.weight
+        shares = weight * (ranks.positive_rank / ranks.rank)
+        losses = torch.where(ranks.num_relevant > 0, 1 - shares.sum(dim=1), 0)
+        return losses, *(shares / ranks.rank if name == "rank" else -weight / ranks.rank for name in fields)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,14 @@ class RecallAtK:
         reachable = torch.minimum(ranks.num_relevant.clamp(min=1), cut[:, 0])
         return 1 - (within / reachable).clamp(max=1).mean(dim=0)
 
+    def with_gradient(self, ranks: Ranks, fields: Sequence[str], kernels: Any) -> tuple[Tensor, ...] | None:
+        """Losses, 0 where there is no positive, and derivatives by `fields`, in one kernel; None where it is not for them."""
+        found = kernels.recall_at_k(ranks, self.ks, self.tau)
+        if found is None:
+            return None
+        losses, d_rank = found
+        return losses, *(d_rank if name == "rank" else torch.zeros_like(d_rank) for name in fields)
+
 
 @dataclass(frozen=True)
 class PrecisionAtK:

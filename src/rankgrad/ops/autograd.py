@@ -156,6 +156,10 @@ class RankOps(Protocol):
         """`Ranks.graded_rank` as a function of the scores of the positives, for objectives that are `graded`."""
         ...
 
+    def with_gradient(self, objective: Objective, ranks: Ranks) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """[B] losses, 0 where a query has no positive, and their derivatives by `grad_fields`; None: autograd finds them."""
+        ...
+
     def rank_gradient(self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Any, upstream: Upstream) -> Any:
         """From d(loss of a query) / d(grad_fields) to what the backward pass over tiles needs."""
         ...
@@ -210,6 +214,11 @@ class RankCall:
     query_weights: Tensor  # [] or [Q] weight of a query in the mean, whether it is taken here or not, see Blackbox
     reduce: bool = False  # return the weighted sum of the losses instead of all of them
     seed: int = 0  # of a ranker's random numbers
+
+    @property
+    def any_order(self) -> bool:
+        """Whether the order of the queries makes no difference: all weigh the same in the sum that is returned."""
+        return self.reduce and not self.query_weights.ndim
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -294,7 +303,7 @@ class ForwardState:
 
 
 def forward_pass(call: RankCall, tensors: tuple[Tensor, ...], *, wants_gradient: bool) -> tuple[Tensor, ForwardState]:
-    """[Q] loss of every query in the caller's order."""
+    """[Q] loss of every query, in the caller's order where that makes a difference."""
     ops = call.ops
     with autocast_disabled(tensors[0].device):
         source = call.open_source(*tensors)
@@ -307,6 +316,11 @@ def forward_pass(call: RankCall, tensors: tuple[Tensor, ...], *, wants_gradient:
         graded = getattr(call.objective, "graded", False)
         for summed, items, compared in zip(counts, positives, thresholds, strict=True):
             ranks = ops.ranks(summed, items, compared)
+            known = None if graded else ops.with_gradient(call.objective, ranks)
+            if known is not None:
+                losses.append(known[0])
+                d_ranks.append(known[1])
+                continue
             with torch.set_grad_enabled(wants_gradient):
                 ranks = ranks.detached(ops.grad_fields)
                 scores = [items.scores.detach().requires_grad_(wants_gradient)] if graded else []
@@ -320,7 +334,7 @@ def forward_pass(call: RankCall, tensors: tuple[Tensor, ...], *, wants_gradient:
                 d_scores += found[len(ops.grad_fields) :]
             losses.append(rows.detach())
         out = losses[0] if len(losses) == 1 else torch.cat(losses)
-        if source.query_order is not None:
+        if source.query_order is not None and not call.any_order:
             out = torch.empty_like(out).index_copy_(0, source.query_order, out)
     return out, ForwardState(call, source, positives, thresholds, counts, d_ranks, d_scores)
 
@@ -329,7 +343,7 @@ def backward_pass(state: ForwardState, grad_losses: Tensor) -> tuple[Tensor, ...
     """Gradients of the tensors of the forward pass, from d(what the user differentiates) / d(losses) [Q]."""
     ops, source, call = state.call.ops, state.source, state.call
     with autocast_disabled(grad_losses.device):
-        order, weights = source.query_order, call.query_weights
+        order, weights = None if call.any_order else source.query_order, call.query_weights
         rows = (grad_losses if order is None else grad_losses[order])[:, None]
         if weights.ndim:
             weights = (weights if order is None else weights[order])[:, None]

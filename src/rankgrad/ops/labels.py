@@ -186,18 +186,16 @@ class IntervalRelevance:
         labels = labels.long()
         in_batch = ref_labels is None
         ref_labels = labels if ref_labels is None else ref_labels.long()
-        by_label = ref_labels.argsort(stable=True)
-        ascending = ref_labels[by_label]
+        ascending, by_label = ref_labels.sort(stable=True)
 
         def class_interval(wanted: Tensor) -> tuple[Tensor, Tensor]:
             first = torch.searchsorted(ascending, wanted)
             return first, torch.searchsorted(ascending, wanted, right=True) - first
 
-        candidate_order = by_label[class_interval(ascending)[1].argsort(stable=True)]
-        column_of = inverse_order(candidate_order)
-
-        first, size = class_interval(ref_labels[candidate_order])
-        class_start = column_of[by_label[first]]
+        first, size = class_interval(ascending)
+        size, by_size = _sorted_sizes(size, len(ref_labels))
+        candidate_order, column = by_label[by_size], torch.arange(len(ref_labels), device=labels.device)
+        class_start = column - (by_size - first[by_size])  # both sorts are stable: an item keeps its place in its class
         if in_batch:
             return cls(
                 query_order=candidate_order,
@@ -205,15 +203,17 @@ class IntervalRelevance:
                 start=class_start,
                 stop=class_start + size,
                 class_start=class_start,
-                self_column=torch.arange(len(labels), device=labels.device),
+                self_column=column,
                 num_relevant=size - 1,
                 list_length=torch.full_like(size, len(labels) - (not rank_self)),
                 rank_self=rank_self,
             )
 
-        query_order = labels.argsort(stable=True)
-        query_order = query_order[class_interval(labels[query_order])[1].argsort(stable=True)]
-        first, size = class_interval(labels[query_order])
+        column_of = inverse_order(candidate_order)
+        ascending_queries, query_order = labels.sort(stable=True)
+        first, size = class_interval(ascending_queries)
+        size, by_size = _sorted_sizes(size, len(ref_labels))
+        query_order, first = query_order[by_size], first[by_size]
         # the run of a class that no candidate has is empty and begins before all others, like its queries
         start = column_of[by_label[first.clamp(max=len(ref_labels) - 1)]].masked_fill(size == 0, -1)
         stop = start + size
@@ -301,3 +301,10 @@ class IntervalRelevance:
         nowhere = low < 0
         low, high = low.masked_fill(nowhere, len(self.candidate_order)), high.masked_fill(nowhere, 0)
         return block_extents(self.num_relevant, low, high, blocks)
+
+
+def _sorted_sizes(size: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Sizes of classes, at most `most`, in ascending order and where they come from. A GPU sorts few bits in few passes."""
+    narrow = torch.int16 if most < 2**15 else torch.int32
+    ordered, order = size.to(narrow).sort(stable=True)
+    return ordered.long(), order

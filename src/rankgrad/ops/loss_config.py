@@ -79,8 +79,8 @@ class Shares(NamedTuple):
             largest = tensor.detach().amax()
             if largest.device.type == "cpu":
                 weights = weights * torch.nan if math.isnan(largest.item()) else weights
-            else:  # without synchronising
-                weights = torch.where(largest.isnan(), largest, weights)
+            else:  # without synchronising: what is between two equal bounds is their value, or NaN
+                weights = largest.to(weights.dtype).clamp(weights, weights)
         return self._replace(weights=weights)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rankgrad.ops.autograd import GRAD_FIELDS, PositiveScores, Ranks, Upstream
+from rankgrad.ops.autograd import GRAD_FIELDS, Objective, PositiveScores, Ranks, Upstream
 from rankgrad.ops.graded_ranks import exact_graded_rank
 
 TileMap = Callable[[Tensor], Tensor]
@@ -67,6 +67,10 @@ class Ranker(ABC):
     def graded_rank(self, scores: Tensor, positives: PositiveScores, positive_rank: Tensor) -> Tensor:
         """[B, P] `Ranks.graded_rank` as a function of the scores of the positives; without a gradient unless it has one."""
         return exact_graded_rank(positives, positive_rank)
+
+    def with_gradient(self, objective: Objective, ranks: Ranks) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """See `RankOps`."""
+        return None
 
     def rank_gradient(self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Any, upstream: Upstream) -> Any:
         """From d(loss of a query) / d(grad_fields) to what `tile_backward` needs."""

@@ -20,17 +20,17 @@ MIXED_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >
 class EmbeddingGradient:
     """The gradient of queries and candidates, or of one set of embeddings in both roles (`bases` has one).
 
-    The gradient of the scores comes `scale` times, some rows at a time, in class order.
+    The gradient of the scores comes in multiples of `unit`, some rows at a time, in class order.
     """
 
     def __init__(
-        self, bases: Sequence[Tensor], queries: Operands, candidates: Operands, layout: QueryGroups, scale: Tensor
+        self, bases: Sequence[Tensor], queries: Operands, candidates: Operands, layout: QueryGroups, unit: Tensor
     ) -> None:
-        self.bases, self.queries, self.candidates, self.layout, self.scale = bases, queries, candidates, layout, scale
+        self.bases, self.queries, self.candidates, self.layout, self.unit = bases, queries, candidates, layout, unit
         self.relevance = layout.relevance
         self.symmetric = len(bases) == 1 and self.relevance.symmetric
         operands = (queries,) if self.symmetric else (queries, candidates)
-        self.products = [torch.zeros(len(of.plain), of.plain.shape[1] // of.parts, device=of.plain.device) for of in operands]
+        self.products = [torch.empty(len(of.plain), of.plain.shape[1] // of.parts, device=of.plain.device) for of in operands]
 
     def add(self, gradient: list[Tensor], rows: slice) -> None:
         """Multiply with the gradient of the scores of these queries: with all candidates, or from the first of `rows` on.
@@ -39,15 +39,15 @@ class EmbeddingGradient:
         """
         if launch_instead():  # these products are half of a call's time
             return
-        queries, candidates = self.queries.plain, self.candidates.plain
+        queries, candidates, first = self.queries.plain, self.candidates.plain, not rows.start
         if self.symmetric:
-            _add_products(self.products[0][rows], gradient, candidates[rows.start :])
+            _add_products(self.products[0][rows], gradient, candidates[rows.start :], first=first)
             if rows.stop < len(self.relevance.query_order):
                 beyond = [g[:, rows.stop - rows.start :].t() for g in gradient]
-                _add_products(self.products[0][rows.stop :], beyond, queries[rows])
+                _add_products(self.products[0][rows.stop :], beyond, queries[rows], first=first)
         else:
-            _add_products(self.products[0][rows], gradient, candidates)
-            _add_products(self.products[1], [g.t() for g in gradient], queries[rows])
+            _add_products(self.products[0][rows], gradient, candidates, first=True)
+            _add_products(self.products[1], [g.t() for g in gradient], queries[rows], first=first)
 
     def finish(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
         """Gradients of the bases, with those of the relevant pairs; call it once."""
@@ -56,7 +56,8 @@ class EmbeddingGradient:
         if isinstance(r, PairRelevance):
             return self._of_pairs(r, r.values(d_positives))
         assert isinstance(r, IntervalRelevance)
-        flat = torch.cat([d.contiguous().view(-1) for d in d_positives])
+        parts = [d.contiguous().view(-1) for d in d_positives]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         partners = {"first_partner": lists["start"], "last_partner": lists["stop"]}
         if self.symmetric:
             return (self._gather(2, first, r.query_order, first, r.query_order, flat, partners),)
@@ -74,7 +75,7 @@ class EmbeddingGradient:
         grads = []
         for found, product, order, other in zip(sums, self.products, orders, others, strict=True):
             rows, d = found.shape
-            found.addcmul_(product[:rows, :d], 1 / (self.scale * other.scale))
+            found.addcmul_(product[:rows, :d], self.unit / other.scale)
             grads.append(torch.empty_like(found).index_copy_(0, order, found))
         return (grads[0].add_(grads[1]),) if len(self.bases) == 1 else tuple(grads)
 
@@ -101,7 +102,7 @@ class EmbeddingGradient:
             self_index=self.layout.lists["self_index"],
             **intervals,
             product=product,
-            product_scale=1 / (self.scale * other.scale),
+            product_scale=self.unit / other.scale,
             product_width=product.shape[1],
             order=order,
             out=out,
@@ -116,18 +117,22 @@ class EmbeddingGradient:
         return out
 
 
-def _add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
-    """Out += alpha * a @ b for float16 a and b with float32 sums."""
+def _add_product(out: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float = 1.0) -> None:
+    """Out = beta * out + alpha * a @ b for float16 a and b with float32 sums; beta 0: whatever out holds."""
     if a.is_cuda and MIXED_PRODUCTS:
-        torch.addmm(out, a, b, alpha=alpha, out_dtype=torch.float32, out=out)
+        torch.addmm(out, a, b, beta=beta, alpha=alpha, out_dtype=torch.float32, out=out)
     else:
-        out.addmm_(a.float(), b.float(), alpha=alpha)
+        out.addmm_(a.float(), b.float(), beta=beta, alpha=alpha)
 
 
-def _add_products(out: Tensor, gradient: list[Tensor], rows: Tensor) -> None:
-    """Out += gradient @ rows, of one part each or of a high and a low part; the low part of the gradient is kept 2048 times."""
-    width = out.shape[1]
+def _add_products(out: Tensor, gradient: list[Tensor], rows: Tensor, *, first: bool) -> None:
+    """Out += gradient @ rows, or, if these are the `first`, out = gradient @ rows.
+
+    Of one part each or of a high and a low part; the low part of the gradient is kept 2048 times.
+    """
+    width, beta = out.shape[1], 0.0 if first else 1.0
     if len(gradient) > 1:
-        _add_product(out, gradient[1], rows[:, :width], alpha=1 / 2048)
-        _add_product(out, gradient[0], rows[:, width:])
-    _add_product(out, gradient[0], rows[:, :width])
+        _add_product(out, gradient[1], rows[:, :width], beta=beta, alpha=1 / 2048)
+        _add_product(out, gradient[0], rows[:, width:], beta=1.0)
+        beta = 1.0
+    _add_product(out, gradient[0], rows[:, :width], beta=beta)

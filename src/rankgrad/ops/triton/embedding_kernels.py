@@ -21,11 +21,14 @@ from rankgrad.ops.triton.score_tiles import PER_QUERY, SIZES, hidden_columns, hi
 
 @kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
 def positives_kernel(
-    queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, out,
-    first_row, num_rows, P,
+    queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, out, plain, valid,
+    first_row, num_rows, P, plain_scale,
     SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[p, r]: the score of query r with its p-th relevant candidate, by the same arithmetic as every other tile."""
+    """out[p, r]: the score of query r with its p-th relevant candidate, by the same arithmetic as every other tile.
+
+    And plain[r, p], the same times plain_scale, and whether there is one in valid[r, p]. Padding is infinite.
+    """
     o_r = tl.program_id(0) * BM + tl.arange(0, BM)
     o_m = first_row + o_r
     m_m = o_r < num_rows
@@ -44,6 +47,13 @@ def positives_kernel(
         b_is = (b_n >= b_start[:, None]) & (b_n < b_stop[:, None]) & (b_n != b_self[:, None]) & m_m[:, None]
         b_p = b_n - b_start[:, None] - (b_self_inside[:, None] & (b_n > b_self[:, None])).to(tl.int32)
         tl.store(out + b_p.to(tl.int64) * num_rows + o_r[:, None], b_s, mask=b_is & (b_p < P))
+        tl.store(plain + o_r.to(tl.int64)[:, None] * P + b_p, b_s * plain_scale, mask=b_is & (b_p < P))
+    for p in range(P):
+        m_pad = m_m & (p >= b_count)
+        p_row = o_r.to(tl.int64) * P + p
+        tl.store(valid + p_row, (p < b_count).to(tl.uint8), mask=m_m)
+        tl.store(plain + p_row, tl.full([BM], float("inf"), tl.float32), mask=m_pad)
+        tl.store(out + o_r + tl.cast(p, tl.int64) * num_rows, tl.full([BM], float("inf"), tl.float32), mask=m_pad)
 
 
 @kernel(do_not_specialize=SIZES)

@@ -146,28 +146,31 @@ class FusedEmbeddingScores:
 
     def positives(self, block: int) -> PositiveScores:
         rows, width = self.row_blocks[block], self.layout.widths[block]
-        count = rows.stop - rows.start
-        scores = torch.full((width, count), torch.inf, device=self.query_order.device)
-        num_relevant = self.relevance.num_relevant[rows]
-        valid = torch.arange(width, device=self.query_order.device) < num_relevant[:, None]
-        common: dict[str, Any] = {"out": scores, "first_row": rows.start, "num_rows": count, "P": width, **self._shape}
-        tile = self._tile(COUNT_TILES, SPLIT_TILES, width)
+        count, device = rows.stop - rows.start, self.query_order.device
+        columns = torch.empty(width, count, device=device)
+        common: dict[str, Any] = {"out": columns, "first_row": rows.start, "num_rows": count, "P": width, **self._shape}
         common |= self._operands(self.threshold_scale)
-        if width and isinstance(self.relevance, PairRelevance):
-            listed, _ = self.relevance.positives(rows, width)
-            listed_positives_kernel[(triton.cdiv(count, TILE),)](positives=listed.int().contiguous(), **common, **tile)
-            scores.masked_fill_(~valid.t(), torch.inf)
-        elif width:
-            lists = {name: self.layout.lists[name] for name in ("start", "stop", "self_index", "num_relevant")}
-            positives_kernel[(triton.cdiv(count, TILE),)](**lists, **common, **self._narrow_tile(width))
+        if isinstance(self.relevance, PairRelevance):
+            listed, valid = self.relevance.positives(rows, width)
+            if width:
+                tile = self._tile(COUNT_TILES, SPLIT_TILES, width)
+                listed_positives_kernel[(triton.cdiv(count, TILE),)](positives=listed.int().contiguous(), **common, **tile)
+            columns.masked_fill_(~valid.t(), torch.inf)
+            scores = (columns / self.threshold_scale).t().contiguous()
+        else:
+            scores = torch.empty(count, width, device=device)  # objectives work on rows
+            valid = torch.empty(count, width, dtype=torch.bool, device=device)
+            if width:
+                lists = {name: self.layout.lists[name] for name in ("start", "stop", "self_index", "num_relevant")}
+                made = {"plain": scores, "valid": valid.view(torch.uint8), "plain_scale": 1 / self.threshold_scale}
+                positives_kernel[(triton.cdiv(count, TILE),)](**lists, **common, **made, **self._narrow_tile(width))
         gains = self.relevance.gains(rows, width)
-        plain = scores if self.threshold_scale == 1 else scores / self.threshold_scale
         return PositiveScores(
-            scores=plain.t().contiguous(),  # objectives work on rows
-            columns=scores,
+            scores=scores,
+            columns=columns,
             valid=valid,
             gains=None if gains is None else gains.float(),
-            num_relevant=num_relevant,
+            num_relevant=self.relevance.num_relevant[rows],
             list_length=self.relevance.list_length[rows],
             rank_dtype=torch.float32,
         )
@@ -186,12 +189,14 @@ class FusedEmbeddingScores:
         if score_scale not in self.scaled:
             q, c = self.queries, self.candidates
             summed = min(self.bases[0].shape[1], FLUSH.value) if self.precision == "high" and self.asm else 0
+            alpha = score_scale * (1 + CUT_OFF * summed) / (q.scale * c.scale)
+            row_bias = q.bias * score_scale if self.precision == "fast" else q.bias  # which is 0
             self.scaled[score_scale] = {
                 "queries": q.operand,
                 "candidates": c.operand,
-                "row_bias": q.bias * score_scale,
-                "column_bias": c.bias * score_scale,
-                "alpha": score_scale * (1 + CUT_OFF * summed) / (q.scale * c.scale),
+                "row_bias": row_bias,
+                "column_bias": row_bias if c is q else c.bias * score_scale,
+                "alpha": alpha if isinstance(alpha, Tensor) else torch.full((1,), alpha, device=q.bias.device),
             }
         return self.scaled[score_scale]
 
@@ -317,7 +322,7 @@ class FusedEmbeddingScores:
         )
         sums = self.grids.count(self.num_candidates, partial(self._scatter, ops), TILE)
         self.kept = [(slopes, self.grids.begins) for _, slopes in sums]
-        return [counts.t().contiguous() for counts, _ in sums]
+        return [counts.t() for counts, _ in sums]
 
     def _count_by_search(self, ops: Lowering[Any], thresholds: list[Any], *, keep: bool) -> list[DescendingCounts]:
         found, self.kept = [], []
@@ -339,11 +344,10 @@ class FusedEmbeddingScores:
 
     def backward(self, ops: Lowering[Any], thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
         args = [ops.backward_args(*block) for block in zip(thresholds, rank_grads, self.kept, strict=True)]
-        peak = torch.stack([of_block.peak for of_block in args]).amax().clamp(min=1e-30)
-        scale = GRADIENT_PEAK / (peak * (2 if self.symmetric else 1))
+        unit = BackwardArgs.joint_peak(args).clamp(min=1e-30) * ((2 if self.symmetric else 1) / GRADIENT_PEAK)
         for of_block in args:
-            of_block.rescale(scale)
-        self.gradient = EmbeddingGradient(self.bases, self.queries, self.candidates, self.layout, scale)
+            of_block.rescale(unit)
+        self.gradient = EmbeddingGradient(self.bases, self.queries, self.candidates, self.layout, unit)
         if self.grids:
             self._multiply_gradient(ops, [self.grids.backward_args(args)], [self.everyone])
         elif ops.per_positive:

@@ -30,10 +30,11 @@ class StandIn:
     """In place of an objective in a dry run, where ranks are arbitrary numbers: a sum of all that it may depend on."""
 
     graded: bool
+    with_gradient: Callable[..., Any] | None  # launches kernels, if there is one
 
     @classmethod
     def of(cls, objective: Objective) -> "StandIn":
-        return cls(getattr(objective, "graded", False))
+        return cls(getattr(objective, "graded", False), getattr(objective, "with_gradient", None))
 
     def __call__(self, ranks: Ranks) -> Tensor:
         fields = [ranks.rank, ranks.positive_rank, ranks.mass, ranks.gain]

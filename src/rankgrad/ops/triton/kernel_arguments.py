@@ -31,13 +31,14 @@ class BackwardArgs:
         extra: Tensor,
         peak: Tensor,
         *,
+        steepest: float = 1.0,
         reached: Tensor | None = None,
     ) -> None:
         self.num_thresholds = weights.shape[0]
         if not self.num_thresholds:  # the kernel prefetches, and there must be something to read
             thresholds = weights = torch.zeros((1, weights.shape[1]), device=weights.device)
         self.thresholds, self.weights, self.extra = thresholds, weights, extra
-        self.peak = peak  # [] bound of the gradient of a score
+        self.peak, self.steepest = peak, steepest  # [], and a number: their product bounds the gradient of a score
         self.reached = reached  # [P, rows] int32 scores that reach the perturbed thresholds, if they are counted
 
     @property
@@ -52,7 +53,13 @@ class BackwardArgs:
             return parts[0]
         names = ("thresholds", "weights", "extra")
         rows = [torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names]
-        return cls(rows[0], rows[1], rows[2], torch.stack([part.peak for part in parts]).amax())
+        return cls(rows[0], rows[1], rows[2], cls.joint_peak(parts))
+
+    @staticmethod
+    def joint_peak(parts: Sequence["BackwardArgs"]) -> Tensor:
+        """[] bound of the gradient of a score in any of several row blocks."""
+        peaks = [part.peak * part.steepest for part in parts]
+        return peaks[0] if len(peaks) == 1 else torch.stack(peaks).amax()
 
     @classmethod
     def of_tables(cls, begins: Tensor, table: Tensor) -> "BackwardArgs":
@@ -66,17 +73,17 @@ class BackwardArgs:
         """Sorted thresholds before and after a perturbation, and their buckets."""
         thresholds = torch.cat((before.bucket_map, before.descending, after.descending), dim=1)
         reached = torch.zeros(before.descending.shape, dtype=torch.int32, device=scale.device)
-        peak = scale.abs().amax() * max(before.width, 1)
-        made = cls(thresholds, torch.cat((before.begin, after.begin), dim=1), scale, peak, reached=reached)
+        begins, most = torch.cat((before.begin, after.begin), dim=1), max(before.width, 1)
+        made = cls(thresholds, begins, scale, scale.abs().amax(), steepest=most, reached=reached)
         made.num_thresholds = before.width
         return made
 
-    def rescale(self, factor: Tensor) -> None:
-        """Multiply the gradient by `factor`."""
+    def rescale(self, unit: Tensor) -> None:
+        """Divide the gradient by `unit`."""
         if self.reached is None:
-            self.weights = (self.weights * factor).contiguous()
+            self.weights = (self.weights / unit).contiguous()
         else:
-            self.extra = self.extra * factor
+            self.extra = self.extra / unit
 
     def kernel_args(self, role: str) -> dict[str, Any]:
         """Arguments of the queries in the rows or the columns of a tile, `role` "row" or "column"."""

@@ -8,22 +8,23 @@ Letter:  P thresholds of a query
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
+from rankgrad.ops.autograd import Objective, PositiveScores, Ranks, Upstream
 from rankgrad.ops.exact_rankers import Blackbox, Exact
 from rankgrad.ops.histogram_ranker import Histogram
 from rankgrad.ops.rankers import Ranker
 from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
 from rankgrad.ops.thresholds import DescendingCounts, SigmoidThresholds, Thresholds
+from rankgrad.ops.triton import objectives
 from rankgrad.ops.triton.bucket_tables import BucketTables
 from rankgrad.ops.triton.kernel_arguments import BackwardArgs, CountArgs
-from rankgrad.ops.triton.positive_kernels import among_bwd_kernel, among_kernel, perturb_kernel, proper_kernel
+from rankgrad.ops.triton.positive_kernels import among_bwd_kernel, among_kernel, perturb_kernel, proper_kernel, weigh_kernel
 from rankgrad.ops.triton.ranker_kernels import BOUND, GRID, RAMP, SEARCH, SIGMOID, STEP
 
 R = TypeVar("R", bound=Ranker)
@@ -71,6 +72,13 @@ class Lowering(ABC, Generic[R]):
     def graded_rank(self, scores: Tensor, positives: PositiveScores, positive_rank: Tensor) -> Tensor:
         return self.ranker.graded_rank(scores, positives, positive_rank)
 
+    def with_gradient(self, objective: Objective, ranks: Ranks) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        derivative = getattr(objective, "with_gradient", None)  # by `rank` and `positive_rank`, of entries of mass 1
+        if derivative is None or not set(self.grad_fields) <= {"rank", "positive_rank"}:
+            return None
+        found = derivative(ranks, self.grad_fields, objectives)
+        return None if found is None else (found[0], tuple(found[1:]))
+
     def rank_gradient(self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Any, upstream: Upstream) -> Any:
         return self.ranker.rank_gradient(d_ranks, positives, thresholds, upstream)
 
@@ -98,6 +106,14 @@ class Lowering(ABC, Generic[R]):
         return None
 
 
+class SigmoidWeights(NamedTuple):
+    """The derivative by the soft ranks of a row block."""
+
+    weights: Tensor  # [P, B] of irrelevant candidates ahead, over tau
+    among_weights: Tensor  # [B, P] of positives ahead, over tau
+    sums: Tensor  # [B] of |weights|
+
+
 class SigmoidLowering(Lowering[Sigmoid]):
     """Sums of logistics and of their slopes, which make the gradient of the thresholds without another pass."""
 
@@ -119,55 +135,83 @@ class SigmoidLowering(Lowering[Sigmoid]):
 
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: SigmoidThresholds) -> Ranks:
         scores = positives.scores.contiguous()
-        among = torch.empty_like(scores, memory_format=torch.contiguous_format)
-        if among.numel():
-            among_kernel[_among_grid(among)](
+        rank, among = torch.empty_like(scores), torch.empty_like(scores)
+        if rank.numel():
+            among_kernel[_among_grid(rank)](
                 scores=scores,
                 num_relevant=positives.num_relevant,
-                out=among,
-                P=among.shape[1],
+                counts=counts,
+                rank=rank,
+                among=among,
+                P=rank.shape[1],
+                row_stride=counts.stride(0),
+                column_stride=counts.stride(1),
                 scale=self.score_scale,
-                ASM=among.is_cuda,
-                **_among_blocks(among),
+                ASM=rank.is_cuda,
+                **_among_blocks(rank),
             )
-        return positives.item_ranks(*positives.add_counts(counts, among + 0.5))
+        return positives.item_ranks(rank, among)
 
     def count_args(self, thresholds: SigmoidThresholds, width: int, device: torch.device) -> CountArgs:
         return CountArgs(thresholds.columns, width)
 
-    def backward_args(
-        self, thresholds: SigmoidThresholds, rank_grad: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor]
-    ) -> BackwardArgs:
-        weights = rank_grad[0]
-        return BackwardArgs(thresholds.columns, weights, kept[1], weights.abs().sum(dim=0).amax() / 4)
+    def rank_gradient(
+        self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: SigmoidThresholds, upstream: Upstream
+    ) -> SigmoidWeights:
+        rows, width = d_ranks[0].shape
+        made = SigmoidWeights(*(d_ranks[0].new_empty(shape) for shape in ((width, rows), (rows, width), (rows,))))
+        weigh_kernel[(triton.cdiv(rows, 32),)](
+            d_rank=d_ranks[0].contiguous(),
+            d_among=d_ranks[1].contiguous(),
+            grad_loss=upstream.grad_loss,
+            num_relevant=positives.num_relevant,
+            weights=made.weights,
+            among_weights=made.among_weights,
+            sums=made.sums,
+            num_rows=rows,
+            P=width,
+            grad_stride=upstream.grad_loss.stride(0),
+            scale=1 / self.ranker.tau,
+            BR=32,
+            BP=min(32, triton.next_power_of_2(max(width, 1))),
+        )
+        return made
 
-    def threshold_grad(self, rank_grad: tuple[Tensor, Tensor], kept: tuple[Tensor, Tensor], args: BackwardArgs) -> Tensor:
-        return -(rank_grad[0] * kept[0]).t()
+    def backward_args(
+        self, thresholds: SigmoidThresholds, rank_grad: SigmoidWeights, kept: tuple[Tensor, Tensor]
+    ) -> BackwardArgs:
+        return BackwardArgs(thresholds.columns, rank_grad.weights, kept[1], rank_grad.sums.amax(), steepest=0.25)
+
+    def threshold_grad(self, rank_grad: SigmoidWeights, kept: tuple[Tensor, Tensor], args: BackwardArgs) -> Tensor:
+        return kept[0]  # the slopes, see `positive_backward`
 
     def positive_backward(
         self,
         d_thresholds: Tensor | None,
         counts: Tensor,
-        rank_grad: tuple[Tensor, Tensor],
+        rank_grad: SigmoidWeights,
         positives: PositiveScores,
         thresholds: SigmoidThresholds,
         upstream: Upstream,
     ) -> Tensor:
         assert d_thresholds is not None, "counting sums the slopes"
         scores = positives.scores.contiguous()
-        gradient = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        gradient = torch.empty_like(scores)
         if gradient.numel():
             among_bwd_kernel[_among_grid(gradient)](
                 scores=scores,
-                weights=rank_grad[1].t().contiguous(),
+                among_weights=rank_grad.among_weights,
+                weights=rank_grad.weights,
+                slopes=d_thresholds,
                 num_relevant=positives.num_relevant,
                 out=gradient,
+                num_rows=len(gradient),
                 P=gradient.shape[1],
                 scale=self.score_scale,
                 ASM=gradient.is_cuda,
                 **_among_blocks(gradient),
             )
-        return d_thresholds + gradient
+        return gradient
 
 
 class UpperBoundLowering(Lowering[UpperBound]):
@@ -201,8 +245,8 @@ class UpperBoundLowering(Lowering[UpperBound]):
         return CountArgs(thresholds.columns, width)
 
     def backward_args(self, thresholds: Thresholds, rank_grad: Tensor, kept: tuple[Tensor, Tensor]) -> BackwardArgs:
-        steepest = max(0.25, self.ranker.rho * self.ranker.tau)
-        return BackwardArgs(thresholds.columns, rank_grad, kept[1], rank_grad.abs().sum(dim=0).amax() * steepest)
+        peak = torch.linalg.vector_norm(rank_grad, 1, dim=0).amax()
+        return BackwardArgs(thresholds.columns, rank_grad, kept[1], peak, steepest=max(0.25, self.ranker.rho * self.ranker.tau))
 
     def threshold_grad(self, rank_grad: Tensor, kept: tuple[Tensor, Tensor], args: BackwardArgs) -> Tensor:
         return -(rank_grad * kept[0]).t()
@@ -279,8 +323,10 @@ class BlackboxLowering(Lowering[Blackbox]):
         if kept is not None:
             return BackwardArgs.of_search(kept, kept.perturbed(perturbed), scale[:, 0])
         reached = torch.zeros(thresholds.columns.shape, dtype=torch.int32, device=scale.device)
-        peak = scale.abs().amax() * max(thresholds.columns.shape[0], 1)
-        return BackwardArgs(thresholds.columns, perturbed.columns, scale[:, 0], peak, reached=reached)
+        most = max(thresholds.columns.shape[0], 1)
+        return BackwardArgs(
+            thresholds.columns, perturbed.columns, scale[:, 0], scale.abs().amax(), steepest=most, reached=reached
+        )
 
     def threshold_grad(
         self, rank_grad: tuple[Thresholds, Tensor], kept: BucketTables | None, args: BackwardArgs

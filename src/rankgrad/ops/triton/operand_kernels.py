@@ -11,24 +11,26 @@ import triton.language as tl
 from rankgrad.ops.triton.kernel import kernel
 
 
-@kernel()
+@kernel(do_not_specialize=("items",))
 def operand_kernel(
-    base, order, mean, scale, operand, plain, bias, d,
-    SPLIT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
+    base, order, mean, scale, operand, plain, bias, items, d,
+    KNOWN_SCALE: tl.constexpr, SPLIT: tl.constexpr, DP: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """One row of the operands, in class order and scaled; DP is d padded with zeros to a multiple of the product's step.
 
     SPLIT: x = high + low in two float16, DP of each. Otherwise: x less the mean in float16, the mean's share in the scores as
-    a bias, and x itself for the products of the backward pass.
+    a bias, and x itself for the products of the backward pass. Rows past all items are zeros.
+    `scale` is a number if KNOWN_SCALE, else where there is one.
     """
     i = tl.program_id(0).to(tl.int64)
-    row = tl.load(order + i)
-    b_scale = tl.load(scale)
+    row = tl.load(order + i, mask=i < items, other=0)
+    d_here = tl.where(i < items, d, 0)
+    b_scale = scale if KNOWN_SCALE else tl.load(scale)
     to_mean = 0.0
     mean_square = 0.0
     for k in range(0, DP, BD):
         o_d = k + tl.arange(0, BD)
-        m_d = o_d < d
+        m_d = o_d < d_here
         b_x = tl.load(base + row * d + o_d, mask=m_d, other=0.0)
         m_o = o_d < DP
         if SPLIT:

@@ -70,24 +70,18 @@ class Operands:
     operand: Tensor  # [rows past all tiles, width] in whole steps of a product: one part less the mean, or high and low parts
     bias: Tensor  # [rows] what centring took from the scores of an item; that of a pair is the sum of two
     plain: Tensor  # [items in whole tiles, width] as `operand` without centring, for the products of the backward pass
-    scale: Tensor  # [1] of the numbers in both
+    scale: float | Tensor  # of the numbers in both, [1]
     parts: int  # 1, or 2 with a high and a low part in each row
 
     @classmethod
-    def of(cls, base: Tensor, order: Tensor, mean: Tensor, scale: Tensor, precision: Precision) -> "Operands":
+    def of(cls, base: Tensor, order: Tensor, mean: Tensor, scale: float | Tensor, precision: Precision) -> "Operands":
         items, d = base.shape
         split = precision == "high"
         rows, step = padded(items, WIDEST) + TILE, padded(d, STEP)  # a tile of stored scores may begin at any TILE
-
-        def new(columns: int) -> Tensor:
-            out = base.new_empty(rows, columns, dtype=torch.float16)
-            out[items:] = 0  # a padded row scores 0 and is hidden; uninitialised memory could hold NaN
-            return out
-
-        operand = new(2 * step if split else step)
-        plain = operand if split else new(step)
-        bias = base.new_zeros(rows)
-        operand_kernel[(items,)](
+        operand = base.new_empty(rows, 2 * step if split else step, dtype=torch.float16)
+        plain = operand if split else torch.empty_like(operand)
+        bias = base.new_empty(rows)
+        operand_kernel[(rows,)](  # a padded row scores 0 and is hidden; uninitialised memory could hold NaN
             base=base,
             order=order,
             mean=mean,
@@ -95,7 +89,9 @@ class Operands:
             operand=operand,
             plain=plain,
             bias=bias,
+            items=items,
             d=d,
+            KNOWN_SCALE=isinstance(scale, float),
             SPLIT=split,
             DP=step,
             BD=min(1024, 1 << (step - 1).bit_length()),
@@ -103,9 +99,9 @@ class Operands:
         return cls(operand, bias, plain[: padded(items, TILE)], scale, 1 + split)
 
 
-def operand_scale(base: Tensor, normalized: bool) -> Tensor:
-    """[1] power of two that brings coordinates to where float16 is dense; `normalized` says that rows have length 1."""
+def operand_scale(base: Tensor, normalized: bool) -> float | Tensor:
+    """Power of two that brings coordinates to where float16 is dense, [1]; `normalized` says that rows have length 1."""
     if normalized:
-        return torch.full((1,), NORMALIZED_SCALE, device=base.device)
+        return NORMALIZED_SCALE
     largest = base.abs().amax().reshape(1).clamp(min=1e-30)
     return torch.exp2(torch.floor(torch.log2(NORMALIZED_SCALE / largest)))

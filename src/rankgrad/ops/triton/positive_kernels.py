@@ -1,6 +1,7 @@
 """Triton kernels in which the positives of a query are compared with each other.
 
-    among_kernel     sums of sigmoids of their differences, and among_bwd_kernel the gradient of that
+    among_kernel     soft ranks: sums of sigmoids of their differences, and among_bwd_kernel the gradient of that
+    weigh_kernel     the derivative by soft ranks as weights of the candidates ahead
     proper_kernel    exact ranks from positions
     perturb_kernel   thresholds moved by a gradient
 
@@ -13,10 +14,14 @@ from rankgrad.ops.triton.device_functions import reciprocal
 from rankgrad.ops.triton.kernel import kernel
 
 
-@kernel(do_not_specialize=("P",))
-def among_kernel(scores, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr):
-    """out[row, x] = sum over the row's positives y of sigmoid((s_y - s_x) / tau), x itself among them; scale: of base 2.
+@kernel(do_not_specialize=("P", "row_stride", "column_stride"))
+def among_kernel(
+    scores, num_relevant, counts, rank, among, P, row_stride, column_stride, scale,
+    ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+):  # fmt: skip
+    """among[row, x] = 1/2 + sum over the row's positives y of sigmoid((s_y - s_x) / tau), x itself among them.
 
+    And rank[row, x], the same and the irrelevant candidates ahead, counts[row, x]. Both are 1 at padding. `scale` is of base 2.
     Scores are subtracted before they are scaled: of two products less each other a GPU rounds one and not the other, so that
     equal scores would differ.
     """
@@ -29,25 +34,67 @@ def among_kernel(scores, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.
         o_y = start + tl.arange(0, BY)
         b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=float("-inf"))
         b_sum += reciprocal(1.0 + tl.exp2((b_x[None, :] - b_y[:, None]) * scale), ASM)
-    tl.store(out + i * P + o_x, tl.sum(b_sum, 0), mask=o_x < P)
+    b_among = tl.where(o_x < count, tl.sum(b_sum, 0) + 0.5, 1.0)
+    b_ahead = tl.load(counts + i * row_stride + o_x.to(tl.int64) * column_stride, mask=o_x < count, other=0.0)
+    tl.store(among + i * P + o_x, b_among, mask=o_x < P)
+    tl.store(rank + i * P + o_x, b_ahead + b_among, mask=o_x < P)
 
 
-@kernel(do_not_specialize=("P",))
-def among_bwd_kernel(scores, weights, num_relevant, out, P, scale, ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr):
-    """out[row, x] = sum over y of (w_y - w_x) slope((s_y - s_x) / tau): the slope of a sigmoid is even."""
+@kernel(do_not_specialize=("P", "num_rows", "grad_stride"))
+def weigh_kernel(
+    d_rank, d_among, grad_loss, num_relevant, weights, among_weights, sums, num_rows, P, grad_stride, scale,
+    BR: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """weights[p, row] of irrelevant candidates ahead, among_weights[row, p] of positives ahead, and sums of a row's |weights|.
+
+    A positive ahead moves both ranks, an irrelevant candidate only the rank among all. 0 at padding.
+    """
+    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
+    m_r = o_r < num_rows
+    b_count = tl.load(num_relevant + o_r, mask=m_r, other=0)
+    b_scale = tl.load(grad_loss + o_r.to(tl.int64) * grad_stride, mask=m_r, other=0.0) * scale
+    b_sum = tl.zeros([BR], tl.float32)
+    for start in range(0, P, BP):
+        o_p = start + tl.arange(0, BP)
+        m_p = m_r[:, None] & (o_p < P)[None, :]
+        m_real = m_p & (o_p[None, :] < b_count[:, None])
+        o_row = o_r.to(tl.int64)[:, None] * P + o_p[None, :]
+        b_weight = tl.load(d_rank + o_row, mask=m_real, other=0.0) * b_scale[:, None]
+        b_among = tl.load(d_among + o_row, mask=m_real, other=0.0) * b_scale[:, None]
+        b_sum += tl.sum(tl.abs(b_weight), 1)
+        # where there is no entry a scale that is not finite would leave NaN
+        b_weight = tl.where(m_real, b_weight, 0.0)
+        tl.store(weights + o_p.to(tl.int64)[None, :] * num_rows + o_r[:, None], b_weight, mask=m_p)
+        tl.store(among_weights + o_row, tl.where(m_real, b_weight + b_among, 0.0), mask=m_p)
+    tl.store(sums + o_r, b_sum, mask=m_r)
+
+
+@kernel(do_not_specialize=("P", "num_rows"))
+def among_bwd_kernel(
+    scores, among_weights, weights, slopes, num_relevant, out, num_rows, P, scale,
+    ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,
+):  # fmt: skip
+    """out[row, x] = sum over y of (w_y - w_x) slope((s_y - s_x) / tau), less weights[x, row] * slopes[x, row]; 0 at padding.
+
+    The slope of a sigmoid is even; w are the among_weights, and `slopes` the sums over irrelevant candidates.
+    """
     i = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(num_relevant + i), P)
     o_x = tl.program_id(1) * BX + tl.arange(0, BX)
-    b_x = tl.load(scores + i * P + o_x, mask=o_x < count, other=0.0)
-    b_wx = tl.load(weights + i * P + o_x, mask=o_x < count, other=0.0)
+    m_x = o_x < count
+    b_x = tl.load(scores + i * P + o_x, mask=m_x, other=0.0)
+    b_wx = tl.load(among_weights + i * P + o_x, mask=m_x, other=0.0)
     b_sum = tl.zeros([BY, BX], tl.float32)
     for start in range(0, count, BY):
         o_y = start + tl.arange(0, BY)
         b_y = tl.load(scores + i * P + o_y, mask=o_y < count, other=float("-inf"))
-        b_wy = tl.load(weights + i * P + o_y, mask=o_y < count, other=0.0)
+        b_wy = tl.load(among_weights + i * P + o_y, mask=o_y < count, other=0.0)
         b_ahead = reciprocal(1.0 + tl.exp2((b_x[None, :] - b_y[:, None]) * scale), ASM)
         b_sum += (b_wy[:, None] - b_wx[None, :]) * (b_ahead - b_ahead * b_ahead)
-    tl.store(out + i * P + o_x, tl.where(o_x < count, tl.sum(b_sum, 0), 0.0), mask=o_x < P)
+    o_column = o_x.to(tl.int64) * num_rows + i
+    b_weight = tl.load(weights + o_column, mask=m_x, other=0.0)
+    b_others = b_weight * tl.load(slopes + o_column, mask=m_x, other=0.0)
+    tl.store(out + i * P + o_x, tl.where(m_x, tl.sum(b_sum, 0) - b_others, 0.0), mask=o_x < P)
 
 
 @kernel(do_not_specialize=("P", "blocks"))

@@ -60,7 +60,7 @@ class QueryGroups:
         """[Q] where a query begins when the relevant pairs of all groups, padding included, are one row-major array."""
         parts, begin = [], 0
         for group, width in zip(self.groups, self.widths, strict=True):
-            rows = group.stop - group.start
-            parts.append(torch.arange(rows, device=self.relevance.query_order.device) * width + begin)
+            rows, step = group.stop - group.start, max(width, 1)  # where a query without positives begins is not read
+            parts.append(torch.arange(begin, begin + rows * step, step, device=self.relevance.query_order.device))
             begin += rows * width
-        return torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
