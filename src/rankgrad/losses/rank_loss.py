@@ -13,7 +13,16 @@ from rankgrad.ops.compiled import CompilableLoss
 from rankgrad.ops.cuda_graphs import GraphCache
 from rankgrad.ops.functional import embedding_losses, score_losses
 from rankgrad.ops.labels import Labels
-from rankgrad.ops.loss_config import BACKENDS, SCORE_PRECISIONS, Backend, Compute, LossConfig, Reduction, ScorePrecision
+from rankgrad.ops.loss_config import (
+    BACKENDS,
+    SCORE_PRECISIONS,
+    Backend,
+    Compute,
+    LossConfig,
+    LossOutput,
+    Reduction,
+    ScorePrecision,
+)
 from rankgrad.ops.masks import Mask
 from rankgrad.ops.rankers import Ranker
 from rankgrad.ops.relevance import Relevance, RelevanceInput, labels_or_relevance
@@ -178,7 +187,7 @@ class RankLoss(CompilableLoss):
     ) -> RelevanceInput:
         """Who is relevant to whom, after all arguments of a call have been checked."""
         given = labels_or_relevance(labels, relevance, self.name)
-        if not isinstance(given, Relevance):
+        if isinstance(given, Tensor) or not isinstance(given, Relevance):  # asking for a protocol takes long
             check_batch(embeddings, given, ref_emb, ref_labels, self_index, weights, validate=self.validate, caller=self.name)
             return self.relevance(given, ref_labels, self_index)
         check_references(embeddings, ref_emb, self_index, weights, validate=self.validate, caller=self.name)
@@ -198,8 +207,7 @@ class RankLoss(CompilableLoss):
         output = embedding_losses(
             queries, candidates, relevance, config, score_scale=scale, graphs=self._graphs, caller=self.name, **options
         )
-        self.used_queries, self.query_weights = output.used_queries, output.query_weights
-        return output.loss
+        return self._noted(output)
 
     def from_scores(
         self,
@@ -243,14 +251,15 @@ class RankLoss(CompilableLoss):
             at, valid = lists.padded(scores.device)
             scores, relevance = scores[at], relevance[at]
             candidates = valid if candidates is None else valid & candidates[at]
-        elif scores.ndim == 1:
-            scores, relevance = scores.unsqueeze(0), relevance.unsqueeze(0)
-            candidates = None if candidates is None else candidates.unsqueeze(0)
         scale = self.temperature.score_scale(self.ranker)
         scores = scores if scale is None else scores * scale
         mask = Mask(relevance, candidates)
         output = score_losses(scores, mask, self.config, weights=weights, graphs=self._graphs, caller=self.name)
-        self.used_queries, self.query_weights = output.used_queries, output.query_weights
+        return self._noted(output)
+
+    def _noted(self, output: LossOutput) -> Tensor:
+        # a module looks for parameters in all that is assigned to it, which takes as long as a launch
+        vars(self).update(used_queries=output.used_queries, query_weights=output.query_weights)
         return output.loss
 
     @property

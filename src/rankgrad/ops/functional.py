@@ -169,8 +169,9 @@ def score_losses(
     graphs: GraphCache | None = None,
     caller: str,
 ) -> LossOutput:
-    """Loss of ready scores [Q, n], one list per row."""
-    lists, inputs = (scores.shape[0], scores.shape[1]), (relevance.relevance,)
+    """Loss of ready scores [Q, n], one list per row, or of one list [n]."""
+    lists = (1, len(scores)) if scores.ndim == 1 else (scores.shape[0], scores.shape[1])
+    inputs = (relevance.relevance,)
     if relevance.candidates is None and weights is None and _may_capture(scores, config):
         outputs = None if graphs is None else graphs.replay(config, scores, inputs)
         if outputs is None and (program := score_program(scores, lists, config, caller=caller)) is not None:
@@ -180,7 +181,7 @@ def score_losses(
         if outputs is not None:
             return LossOutput(outputs[0], *(output.clone() for output in outputs[1:]))
     backend = resolve(config.compute.backend, scores, config.ranker, caller=caller, given=lists)
-    return _of_scores(scores, relevance, config, backend, weights, None, caller)
+    return _of_scores(scores.view(lists), relevance.view(lists), config, backend, weights, None, caller)
 
 
 def score_program(like: Tensor, lists: tuple[int, int], config: LossConfig, *, caller: str) -> GraphProgram | None:
@@ -200,14 +201,15 @@ def score_program(like: Tensor, lists: tuple[int, int], config: LossConfig, *, c
     ops = lowering_for(config.ranker, given_scores=True)
 
     def build(relevance: Tensor) -> tuple[tuple[CountedMask, Queries, Shares], Tensor]:
-        counted = CountedMask.of(relevance)
+        counted = CountedMask.of(relevance.view(lists))
         in_mean = Queries(counted.num_relevant)
         return (counted, in_mean, config.reduction.shares(in_mean, like, caller)), counted.most[None]
 
     def loss(leaf: Tensor, built: tuple[CountedMask, Queries, Shares], widths: Sequence[int]) -> LossOutput:
         counted, in_mean, shares = built
-        relevance, listed = counted.listed(leaf.detach(), widths[0])
-        return _run_fused_scores(leaf, relevance, ops, config, in_mean, leaf, caller, listed=listed, shares=shares)
+        scores = leaf.view(lists)
+        relevance, listed = counted.listed(scores.detach(), widths[0])
+        return _run_fused_scores(scores, relevance, ops, config, in_mean, scores, caller, listed=listed, shares=shares)
 
     return GraphProgram(lists[:1], build, loss)
 

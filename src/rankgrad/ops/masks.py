@@ -13,8 +13,12 @@ from torch import Tensor
 class Mask:
     """A matrix of relevance, one list per row: bool, or graded with numbers of at least 0, relevant where above 0."""
 
-    relevance: Tensor  # [Q, C]
-    candidates: Tensor | None = None  # [Q, C] False for scores that are not ranked
+    relevance: Tensor  # [Q, C], or [C] of one list
+    candidates: Tensor | None = None  # likewise, False for scores that are not ranked
+
+    def view(self, shape: tuple[int, int]) -> "Mask":
+        """The same for a vector as one row."""
+        return Mask(self.relevance.view(shape), None if self.candidates is None else self.candidates.view(shape))
 
     def build(self) -> "MaskRelevance":
         return MaskRelevance.build(self.relevance, self.candidates)
