@@ -146,7 +146,11 @@ class KernelRunner:
             print("that of plain torch at the same precision (float32; for fast of embeddings rounded to float16)")
             print(_line({name: name for name in CHECK_COLUMNS}, CHECK_COLUMNS))
         for loss, precision in pairs:
-            print(_line(self._check_loss(loss, precision), CHECK_COLUMNS), flush=True)
+            found = self._check_loss(loss, precision)
+            print(_line(found, CHECK_COLUMNS), flush=True)
+            if self.csv and "gradient" in found:
+                record = {"N": self.sizes.check, **{ERROR_NAMES.get(name, name): found[name] for name in CHECK_COLUMNS}}
+                append_csv(self.csv.with_name(f"{self.csv.stem}-errors.csv"), [self.origin | record])
         if ("rambo_ap", "float32") in wanted:
             print(f"\none list of {10 * self.sizes.check} scores, differences from two sorts in float64")
             print(text_table(self._check_vector()), flush=True)
@@ -406,6 +410,8 @@ CHECK_COLUMNS = {
     "first call": 11,
     "verdict": 0,
 }
+# what the file of errors calls otherwise
+ERROR_NAMES = {"plain": "plain_value", "plain ": "plain_gradient", "first call": "first_call"}
 LEFT = ("row", "loss", "precision", "20% - 80%", "target", "note", "verdict")
 
 

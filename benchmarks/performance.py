@@ -180,6 +180,18 @@ def batch_sizes(rows: Sequence[Row]) -> str:
     return markdown_table(["batch size", *columns], cells)
 
 
+def errors(rows: Sequence[Row]) -> str:
+    """Value and gradient of every loss against float64, beside plain torch at the same precision."""
+    found = {(row["loss"], row["precision"]): row for row in rows}
+    cells = []
+    for loss, title in LOSSES.items():
+        mine = [found[loss, precision] for precision in ("fast", "high")]
+        columns = (("value", "gradient"), ("plain_value", "plain_gradient"))
+        cells.append([title, *(", ".join(row[name] for name in names) for row in mine for names in columns)])
+    columns = ["fast: value, gradient", "plain torch on float16", "high: value, gradient", "plain torch in float32"]
+    return markdown_table(["loss", *columns], cells)
+
+
 def growth(rows: Sequence[Row]) -> str:
     """Least squares of the logarithms."""
     found = _latest(rows)
@@ -385,6 +397,7 @@ FIGURES: dict[str, tuple[str, Callable[..., str]]] = {
 }
 TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "batch-sizes": (f"kernels-{GPU}", batch_sizes),
+    "errors": (f"kernels-{GPU}-errors", errors),
     "growth": (f"kernels-{GPU}", growth),
     "fits": (f"kernels-{GPU}", fits),
     "first-call": (f"first-call-{GPU}", first_call),

@@ -3,10 +3,11 @@
 import csv
 import struct
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from benchmarks import kernel_cases, kernel_runner, kernels, plot
+from benchmarks import kernel_cases, kernel_runner, kernels, performance, plot
 from benchmarks.baselines import chunked, dense, dense_baseline
 from benchmarks.kernel_cases import Case, Shape, Sizes, Target
 from benchmarks.synthetic import hard_batch, ragged_batch
@@ -161,6 +162,10 @@ def test_the_command_prints_and_records_every_row(tmp_path, capsys):
         assert row["gpu"]
     on_a_list = [row for row in rows if row["row"] == "rambo_ap/ours/vector"]
     assert all(row["target"] and row["note"].startswith(("met", "missed: ")) for row in on_a_list)
+    errors = rows_of(path.with_name("rows-errors.csv"))
+    assert sorted((row["loss"], row["precision"]) for row in errors) == sorted(product(LOSSES, ("fast", "high")))
+    assert all(float(row["value"]) < 1e-2 and float(row["plain_gradient"]) >= 0 and row["commit"] for row in errors)
+    assert len(performance.errors(errors).splitlines()) == 2 + len(LOSSES)
     printed = capsys.readouterr().out
     assert "rambo_recall  high" in printed
     assert "targets met" in printed
