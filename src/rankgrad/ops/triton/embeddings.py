@@ -35,8 +35,10 @@ from rankgrad.ops.triton.tiles import (
     MANY_THRESHOLDS,
     SPLIT_TILES,
     STORE_TILES,
+    TALLY_COLUMNS,
     TILE,
     Tiles,
+    splits_of,
     tile_for,
 )
 
@@ -275,14 +277,18 @@ class FusedEmbeddingScores:
         self, ops: Lowering[Any], args: Sequence[CountArgs], passes: Passes
     ) -> list[tuple[Tensor, tuple[Tensor, Tensor] | None]]:
         """`_count` for every group, from stored scores: those of a batch against itself are made once."""
-        stored, device = self._stored(ops, passes), self.query_order.device
-        tallies = [Tally.zeros(ops, of_group, group, device) for of_group, group in zip(args, passes.groups, strict=True)]
+        stored, tallies = self._stored(ops, passes), self._tallies(ops, args, passes)
         for tally in tallies:
             stored.find_centres(tally)
         for index, rows in passes:
             for block in stored.blocks(index, rows):
                 stored.tally(tallies, block)
         return [tally.result(ops) for tally in tallies]
+
+    def _tallies(self, ops: Lowering[Any], args: Sequence[CountArgs], passes: Passes) -> list[Tally]:
+        """One for each group of passes, with splits for a block of stored scores, whose columns have the fewest programs."""
+        splits, device = splits_of(TALLY_COLUMNS, passes.columns, passes.rows), self.query_order.device
+        return [Tally.zeros(ops, of_group, group, device, splits) for of_group, group in zip(args, passes.groups, strict=True)]
 
     def _passes(self, groups: Sequence[slice]) -> Passes:
         return Passes(groups, self.num_candidates, self.queries.parts, self.symmetric)
@@ -363,13 +369,12 @@ class FusedEmbeddingScores:
         shape = (passes.parts, passes.rows, padded(self.num_candidates, TILE))
         memory = torch.empty(shape, dtype=torch.float16, device=self.query_order.device)
         reached: list[Tally] = []
-        for of_group, group in zip(args, groups, strict=True):
-            if mode is not None or of_group.reached is None:
-                continue
+        if mode is None and args[0].reached is not None:
             if self._counts_stored(ops):
-                reached.append(Tally(group, of_group.perturbed, of_group.reached, of_group.reached, of_group.extra))
+                reached = self._tallies(ops, [of_group.perturbed for of_group in args], passes)
             else:
-                of_group.reached = self._count(ops, of_group.perturbed, group)[0].t()
+                for of_group, group in zip(args, groups, strict=True):
+                    of_group.reached = self._count(ops, of_group.perturbed, group)[0].t()
         for index, rows in passes:
             height = rows.stop - rows.start
             # the library's products are slow where a length is odd
@@ -380,6 +385,8 @@ class FusedEmbeddingScores:
                     stored.tally(reached, block)
                 stored.gradient(args, block, mode, gradient)
             self.gradient.add(gradient, rows)
+        for of_group, tally in zip(args, reached, strict=False):
+            of_group.reached = tally.result(ops)[0].t()
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
         return self.gradient.finish(d_positives)

@@ -13,9 +13,10 @@ from rankgrad.ops.triton.kernel_arguments import BackwardArgs, CountArgs
 from rankgrad.ops.triton.lowerings import Lowering
 from rankgrad.ops.triton.operands import padded
 from rankgrad.ops.triton.passes import Passes
-from rankgrad.ops.triton.ranker_kernels import SIGMOID
+from rankgrad.ops.triton.ranker_kernels import SIGMOID, held
 from rankgrad.ops.triton.stored_kernels import centre_kernel, gradient_kernel, store_kernel, tally_kernel
 from rankgrad.ops.triton.tiles import (
+    DESCRIBED_SPLIT_TILE,
     DESCRIBED_TILE,
     GRADIENT_TILE,
     SQUARE_GRADIENT_TILE,
@@ -23,6 +24,7 @@ from rankgrad.ops.triton.tiles import (
     TALLY_COLUMNS,
     TALLY_ROWS,
     TILE,
+    splits_of,
     takes_descriptors,
 )
 
@@ -65,10 +67,10 @@ class Block:
 SIDES = {"queries": "BM", "candidates": "BN"}
 
 
-def _descriptor(operand: Tensor, rows: int) -> Any:
+def _descriptor(operand: Tensor, rows: int, columns: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(operand, [rows, DESCRIBED_TILE["BK"]])
+    return TensorDescriptor.from_tensor(operand, [rows, columns])
 
 
 class StoredScores:
@@ -86,9 +88,9 @@ class StoredScores:
         self.ops, self.passes, self.lists, self.operands = ops, passes, lists, dict(operands)
         self.constants, self.tile = constants, tile
         self.described: dict[str, Any] = {}
-        if constants["SPLIT"] and takes_descriptors(lists["start"].device):
-            self.tile = DESCRIBED_TILE
-            self.described = {name: _descriptor(operands[name], DESCRIBED_TILE[of]) for name, of in SIDES.items()}
+        if takes_descriptors(lists["start"].device):
+            self.tile = tile = DESCRIBED_SPLIT_TILE if constants["SPLIT"] else DESCRIBED_TILE
+            self.described = {name: _descriptor(operands[name], tile[of], tile["BK"]) for name, of in SIDES.items()}
         self.memory = torch.empty(passes.rows, passes.columns, device=lists["start"].device)
 
     def blocks(self, group: int, rows: slice) -> Iterator[Block]:
@@ -130,7 +132,8 @@ class StoredScores:
             return
         tile = TALLY_ROWS if scores.stride(1) == 1 else TALLY_COLUMNS
         count = queries.stop - queries.start
-        tally_kernel[(triton.cdiv(count, tile["BM"]),)](
+        splits = min(splits_of(tile, *scores.shape), len(tally.counts))
+        tally_kernel[(triton.cdiv(count, tile["BM"]), splits)](
             scores=scores,
             num_relevant=self.lists["num_relevant"],
             thresholds=tally.args.thresholds,
@@ -141,14 +144,14 @@ class StoredScores:
             other_stride=scores.stride(1),
             num_queries=count,
             num_others=scores.shape[1],
+            tiles_per_split=triton.cdiv(scores.shape[1], splits * tile["BN"]),
             first_row=queries.start,
             first_in_group=queries.start - tally.group.start,
             num_rows=tally.group.stop - tally.group.start,
             P=tally.args.num_thresholds,
             **self.ops.constants,
-            SPLIT=self.constants["SPLIT"],
             ASM=self.constants["ASM"],
-            HELD=min(tally.args.num_thresholds, 3),
+            HELD=held(tally.args.num_thresholds),
             **tile,
         )
 
@@ -193,6 +196,7 @@ class StoredScores:
             row_width=parts[0].shape[1],
             **(self.ops.constants | mode),
             SYMMETRIC=passes.symmetric,
+            HELD=held(max(of_group.num_thresholds for of_group in args)),
             SPLIT=self.constants["SPLIT"],
             ASM=self.constants["ASM"],
             **tile,

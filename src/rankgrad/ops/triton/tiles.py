@@ -33,18 +33,27 @@ STORE_TILES: Tiles = (
     (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
 )
 # where operands come by tensor descriptors, which need no registers for addresses
-DESCRIBED_TILE = {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}
+DESCRIBED_SPLIT_TILE = {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}
+DESCRIBED_TILE = {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3}
 STRIPE = 16
 
 # Stored scores take little shared memory, and a thread holds few of them: sums along the queries' lists stay in a thread.
-TALLY_ROWS = {"BM": 1, "BN": 1024, "num_warps": 4}
-TALLY_COLUMNS = {"BM": 32, "BN": 32, "num_warps": 4}
+TALLY_ROWS = {"BM": 4, "BN": TILE, "num_warps": 4}
+TALLY_COLUMNS = {"BM": TILE, "BN": 4, "num_warps": 4}
+# programs of a kernel that an H200 needs to hide the time of loads: 8 of each of its 132 multiprocessors
+PROGRAMS = 1056
 GRADIENT_TILE = {"BM": 16, "BN": TILE, "num_warps": 4}
 SQUARE_GRADIENT_TILE = {"BM": TILE // 2, "BN": TILE // 2, "num_warps": 8}
 
 # From this number of thresholds on, comparisons with positives are the larger part of a tile's work, and smaller tiles hide
 # more of it behind the products; those with the edges of bins are too cheap for that.
 MANY_THRESHOLDS = 8
+
+
+def splits_of(tile: Mapping[str, int], queries: int, others: int) -> int:
+    """In how many parts the lists of queries are split, so that a large GPU has PROGRAMS of them, of 4 steps at least."""
+    programs, steps = max(queries // tile["BM"], 1), others // tile["BN"]
+    return max(min(PROGRAMS // programs, steps // 4), 1)
 
 
 @cache
@@ -57,7 +66,7 @@ def takes_descriptors(device: torch.device) -> bool:
     if device.type != "cuda" or not _has_descriptors():
         return _has_descriptors()
     properties = torch.cuda.get_device_properties(device)
-    return properties.major >= 9 and properties.shared_memory_per_block_optin >= shared_memory(DESCRIBED_TILE)
+    return properties.major >= 9 and properties.shared_memory_per_block_optin >= shared_memory(DESCRIBED_SPLIT_TILE)
 
 
 def tile_for(tiles: Tiles, device: torch.device) -> dict[str, int]:
