@@ -188,8 +188,8 @@ def errors(rows: Sequence[Row]) -> str:
         mine = [found[loss, precision] for precision in ("fast", "high")]
         columns = (("value", "gradient"), ("plain_value", "plain_gradient"))
         cells.append([title, *(", ".join(row[name] for name in names) for row in mine for names in columns)])
-    columns = ["fast: value, gradient", "plain torch on float16", "high: value, gradient", "plain torch in float32"]
-    return markdown_table(["loss", *columns], cells)
+    titles = ["fast: value, gradient", "plain torch on float16", "high: value, gradient", "plain torch in float32"]
+    return markdown_table(["loss", *titles], cells)
 
 
 def growth(rows: Sequence[Row]) -> str:
