@@ -67,13 +67,12 @@ def embedding_losses(
         queries, candidates, config = scaled(queries, candidates, score_scale, config)
     compute, ranker = config.compute, config.ranker
     precision = resolve_precision(compute.precision, queries)
-    like = queries if is_wide(queries) else queries.new_empty(0, dtype=torch.float32)
-    backend = resolve(compute.backend, like, ranker, caller=caller)
     capturable = relevance.capturable and candidates is None and mixture is None and shard is None
-    if graphs is not None and capturable and backend == "triton":
-        captured = _replayed(queries, relevance, weights, config, precision, graphs)
+    if graphs is not None and capturable:
+        captured = _replayed(queries, relevance, weights, config, precision, graphs, caller)
         if captured is not None:
             return captured
+    backend = resolve(compute.backend, _widened(queries), ranker, caller=caller)
     inputs = EmbeddingInputs(queries, candidates, mixture, shard)
     everyone = None
     if shard is not None:
@@ -126,8 +125,7 @@ def two_way_losses(
         assert others is not None
         second = others
     compute, ranker = config.compute, config.ranker
-    like = first if is_wide(first) else first.new_empty(0, dtype=torch.float32)
-    backend = resolve(compute.backend, like, ranker, caller=caller)
+    backend = resolve(compute.backend, _widened(first), ranker, caller=caller)
     if backend != "tiled" or is_one_tile(len(first), len(second), first.device):
         there = embedding_losses(first, second, relevance, config, caller=caller)
         back = embedding_losses(second, first, relevance.transposed(), config, caller=caller)
@@ -235,6 +233,11 @@ def exact_counts(
     for rows, items, count in zip(opened.row_blocks, positives, counts, strict=True):
         assert items.valid is not None, "the kernels pad"
         yield built.query_order[rows], count.unsorted() if isinstance(count, DescendingCounts) else count, items.valid
+
+
+def _widened(embeddings: Tensor) -> Tensor:
+    """A tensor of the dtype in which they enter the scores."""
+    return embeddings if is_wide(embeddings) else embeddings.new_empty(0, dtype=torch.float32)
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:
@@ -358,10 +361,27 @@ def _replayed(
     config: LossConfig,
     precision: Literal["fast", "high"],
     graphs: GraphCache,
+    caller: str,
 ) -> LossOutput | None:
     """The loss of a small batch by CUDA graphs; None where it must run as usual."""
     if len(embeddings) > MOST_ROWS or not _may_capture(embeddings, config):
         return None
+    key = (config, precision, relevance.settings, weights is None)
+    inputs = relevance.to(embeddings.device).tensors
+    inputs = inputs if weights is None else (*inputs, weights.to(embeddings.device))
+    outputs = graphs.replay(key, embeddings, inputs)
+    if outputs is None and resolve(config.compute.backend, _widened(embeddings), config.ranker, caller=caller) == "triton":
+        outputs = graphs.run(key, embeddings, inputs, _embedding_program(embeddings, relevance, weights, config, precision))
+    return None if outputs is None else LossOutput(outputs[0], *(output.clone() for output in outputs[1:]))
+
+
+def _embedding_program(
+    embeddings: Tensor,
+    relevance: RelevanceInput,
+    weights: Tensor | None,
+    config: LossConfig,
+    precision: Literal["fast", "high"],
+) -> GraphProgram:
     from rankgrad.ops.triton.embeddings import EmbeddingSource
 
     ops = lowering_for(config.ranker, given_scores=False)
@@ -370,7 +390,7 @@ def _replayed(
         of_queries = None if weights is None else tensors[-1]
         built = relevance.with_tensors(*tensors).build()
         in_mean = Queries(built.num_relevant if weights is None else built.num_relevant_in_order(), of_queries)
-        mean = (built.num_relevant.sum() + len(embeddings) - 1) // len(embeddings)
+        mean = -(built.num_relevant.sum() // -len(embeddings))  # rounded up
         shares = config.reduction.shares(in_mean, embeddings, caller="")
         return (built, in_mean, shares), torch.stack((built.num_relevant.amax(), mean))
 
@@ -381,9 +401,4 @@ def _replayed(
         rows = prepared(leaf, config.compute, "triton")
         return _run(source, ops, config, in_mean, (rows,), caller="", shares=shares)
 
-    key = (config, precision, relevance.settings, weights is None)
-    program = GraphProgram((len(embeddings),) * 2, build, loss)
-    inputs = relevance.to(embeddings.device).tensors
-    inputs = inputs if weights is None else (*inputs, weights.to(embeddings.device))
-    outputs = graphs.run(key, embeddings, inputs, program)
-    return None if outputs is None else LossOutput(outputs[0], *(output.clone() for output in outputs[1:]))
+    return GraphProgram((len(embeddings),) * 2, build, loss)

@@ -350,7 +350,8 @@ class FusedEmbeddingScores:
 
     def backward(self, ops: Lowering[Any], thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
         args = [ops.backward_args(*block) for block in zip(thresholds, rank_grads, self.kept, strict=True)]
-        unit = BackwardArgs.joint_peak(args).clamp(min=1e-30) * ((2 if self.symmetric else 1) / GRADIENT_PEAK)
+        peak, steepest = BackwardArgs.joint_peak(args)
+        unit = peak.clamp(min=1e-30) * (steepest * (2 if self.symmetric else 1) / GRADIENT_PEAK)
         for of_block in args:
             of_block.rescale(unit)
         self.gradient = EmbeddingGradient(self.bases, self.queries, self.candidates, self.layout, unit)

@@ -53,13 +53,15 @@ class BackwardArgs:
             return parts[0]
         names = ("thresholds", "weights", "extra")
         rows = [torch.cat([getattr(part, name) for part in parts], dim=-1) for name in names]
-        return cls(rows[0], rows[1], rows[2], cls.joint_peak(parts))
+        peak, steepest = cls.joint_peak(parts)
+        return cls(rows[0], rows[1], rows[2], peak, steepest=steepest)
 
     @staticmethod
-    def joint_peak(parts: Sequence["BackwardArgs"]) -> Tensor:
-        """[] bound of the gradient of a score in any of several row blocks."""
-        peaks = [part.peak * part.steepest for part in parts]
-        return peaks[0] if len(peaks) == 1 else torch.stack(peaks).amax()
+    def joint_peak(parts: Sequence["BackwardArgs"]) -> tuple[Tensor, float]:
+        """`peak` and `steepest` of several row blocks together."""
+        if len(parts) == 1:
+            return parts[0].peak, parts[0].steepest
+        return torch.stack([part.peak * part.steepest for part in parts]).amax(), 1.0
 
     @classmethod
     def of_tables(cls, begins: Tensor, table: Tensor) -> "BackwardArgs":
