@@ -35,7 +35,8 @@ def ranks_of(num_relevant, width):
 )
 @pytest.mark.parametrize(("num_relevant", "width"), [([3, 0, 1, 2, 3], 3), ([1] * 9, 1), ([40, 5, 0, 37], 40)])
 def test_value_and_derivatives_are_those_of_autograd(objective, num_relevant, width):
-    ranks, fields = ranks_of(num_relevant, width), ("rank", "positive_rank")
+    by_mass = isinstance(objective, rg.AveragePrecision)
+    ranks, fields = ranks_of(num_relevant, width), ("rank", "positive_rank", "mass", "gain")[: 4 if by_mass else 2]
     losses, *found = objective.with_gradient(ranks, fields, kernels)
     wide = type(ranks)(**{name: None if value is None else value.double() for name, value in vars(ranks).items()})
     wide = wide.detached(fields)
@@ -48,3 +49,7 @@ def test_value_and_derivatives_are_those_of_autograd(objective, num_relevant, wi
 @pytest.mark.parametrize("objective", [rg.RecallAtK(range(1, 40)), rg.RecallAtK((1, 2**30)), rg.AveragePrecision(k=5)], ids=str)
 def test_what_has_no_derivative_of_its_own_is_left_to_autograd(objective):
     assert objective.with_gradient(ranks_of([3, 2], 3), ("rank",), kernels) is None
+
+
+def test_entries_of_any_mass_are_left_to_autograd():
+    assert rg.RecallAtK((1, 2)).with_gradient(ranks_of([3, 2], 3), ("rank", "mass"), kernels) is None

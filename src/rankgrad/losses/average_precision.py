@@ -1,6 +1,6 @@
 """Average precision: the objective, and the losses built on it. Each takes the keyword arguments of `RankLoss` too."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,10 +42,16 @@ class AveragePrecision:
         """Losses, 0 where there is no positive, and derivatives by `fields`, in half the steps of autograd; None with a cut."""
         if self.k is not None:
             return None
-        weight = ranks.weight
-        shares = weight * (ranks.positive_rank / ranks.rank)
-        losses = torch.where(ranks.num_relevant > 0, 1 - shares.sum(dim=1), 0)
-        return losses, *(shares / ranks.rank if name == "rank" else -weight / ranks.rank for name in fields)
+        weight, precision = ranks.weight, ranks.positive_rank / ranks.rank
+        shares, has_any = weight * precision, ranks.num_relevant > 0
+        by_field: dict[str, Callable[[], Tensor]] = {
+            "rank": lambda: shares / ranks.rank,
+            "positive_rank": lambda: -weight / ranks.rank,
+            "mass": lambda: torch.where(has_any[:, None], -precision / ranks.num_relevant[:, None], 0),
+            "gain": lambda: torch.zeros_like(precision),
+        }
+        losses = torch.where(has_any, 1 - shares.sum(dim=1), 0)
+        return losses, *(by_field[name]() for name in fields)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class RecallAtK:
 
     def with_gradient(self, ranks: Ranks, fields: Sequence[str], kernels: Any) -> tuple[Tensor, ...] | None:
         """Losses, 0 where there is no positive, and derivatives by `fields`, in one kernel; None where it is not for them."""
-        found = kernels.recall_at_k(ranks, self.ks, self.tau)
+        found = None if "mass" in fields else kernels.recall_at_k(ranks, self.ks, self.tau)
         if found is None:
             return None
         losses, d_rank = found

@@ -73,10 +73,8 @@ class Lowering(ABC, Generic[R]):
         return self.ranker.graded_rank(scores, positives, positive_rank)
 
     def with_gradient(self, objective: Objective, ranks: Ranks) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        derivative = getattr(objective, "with_gradient", None)  # by `rank` and `positive_rank`, of entries of mass 1
-        if derivative is None or not set(self.grad_fields) <= {"rank", "positive_rank"}:
-            return None
-        found = derivative(ranks, self.grad_fields, objectives)
+        derivative = getattr(objective, "with_gradient", None)
+        found = None if derivative is None else derivative(ranks, self.grad_fields, objectives)
         return None if found is None else (found[0], tuple(found[1:]))
 
     def rank_gradient(self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Any, upstream: Upstream) -> Any:
