@@ -8,6 +8,7 @@ import rankgrad
 from rankgrad.ops import sources, tile_layout, tiled_source
 from rankgrad.ops.autograd import PositiveScores
 from rankgrad.ops.labels import Labels
+from rankgrad.ops.tile_memory import TileMemory
 
 each_ranker = pytest.mark.parametrize("ranker", RANKERS)
 
@@ -122,8 +123,8 @@ def test_scores_of_any_size(spread):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_products_get_no_subnormal_numbers(dtype, monkeypatch):
     tiny, gradients = torch.finfo(dtype).tiny, []
-    cleaned = sources.without_subnormal
-    monkeypatch.setattr(sources, "without_subnormal", lambda g: gradients.append(cleaned(g)) or gradients[-1])
+    cleaned = sources.without_subnormal_
+    monkeypatch.setattr(sources, "without_subnormal_", lambda g: gradients.append(cleaned(g)) or gradients[-1])
     embeddings, labels = batch()
     value_and_gradient(rankgrad.RecallAtKLoss(tau_rank=0.003), embeddings.to(dtype), labels)
     assert gradients
@@ -142,13 +143,14 @@ def test_slopes_are_not_subnormal_however_small_a_weight(mapped):
     tile_map, (compared_with,) = ranker.tile_map([thresholds]) if mapped else (None, [thresholds])
     weights = torch.tensor([[limits.eps**2, 1.0], [limits.eps**1.5, limits.eps]])
     compared = tile.clone() if tile_map is None else tile_map(tile.clone())
-    gradient, d_thresholds = ranker.tile_backward(compared, compared_with, (weights, weights), 0)
+    gradient = torch.zeros_like(tile)
+    d_thresholds = ranker.tile_backward(compared, compared_with, (weights, weights), 0, gradient, TileMemory())
     assert ((gradient == 0) | (gradient.abs() >= limits.tiny)).all()
     ahead = torch.sigmoid((tile.double() - thresholds.columns.double()[:, :, None]) / 0.01)
     slopes = weights.double()[:, :, None] * ahead * (1 - ahead)
     assert (gradient - slopes.sum(dim=0)).abs().max() < 1e-6
     assert (d_thresholds.t() + slopes.sum(dim=2)).abs().max() < 1e-5
-    assert (ranker.count_tile(compared, compared_with, 0).t() - ahead.sum(dim=2)).abs().max() < 1e-3
+    assert (ranker.count_tile(compared, compared_with, 0, TileMemory()).t() - ahead.sum(dim=2)).abs().max() < 1e-3
 
 
 def _positives(scores):
@@ -171,3 +173,42 @@ def test_a_few_hidden_scores_are_those_that_a_mask_would_hide(in_batch, rank_sel
         relevance.hide_(parts[:, columns], rows, columns, width)
     assert torch.equal(whole, parts)
     assert (whole == -torch.inf).sum() == relevance.num_relevant[rows].sum() + (40 if in_batch and not rank_self else 0)
+
+
+@pytest.mark.parametrize("bins", [1, 10, 70])
+@pytest.mark.parametrize("roles", [1, 2])
+def test_a_histogram_counts_a_tile_in_each_role(bins, roles):
+    """By whichever way is fast for so many bins; scores at both ends, on a centre, hidden, out of range."""
+    ranker = rankgrad.Histogram(bins)
+    scores = torch.rand(40, 56, generator=torch.Generator().manual_seed(1)) * 2.2 - 1.1
+    scores[3, :5] = torch.tensor([1.0, -1.0, 0.0, -torch.inf, 5.0])
+    tile_map, compared = ranker.tile_map([None] * roles)
+    counts = ranker.count_roles(tile_map(scores.clone()), compared, [0] * roles, TileMemory())
+    position = ((1 - scores.double()) * (bins / 2)).clamp(0, bins)
+    for found, of_role in zip(counts, (position, position.t()), strict=False):
+        wanted = torch.stack([(centre + 1 - of_role).clamp(0, 1).sum(dim=1) for centre in range(bins)], dim=1)
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5 * bins, rtol=1e-6)
+    assert len(counts) == roles
+
+
+def test_a_histogram_keeps_a_byte_of_a_score(monkeypatch):
+    held = []
+    backward = tiled_source.TiledSource.backward
+    monkeypatch.setattr(
+        tiled_source.TiledSource, "backward", lambda source, *args: held.append(dict(source.kept)) or backward(source, *args)
+    )
+    value_and_gradient(rankgrad.FastAPLoss(), *batch())
+    assert len(held[0]) == 15
+    assert all(tile.element_size() == 1 for tile in held[0].values())
+
+
+def test_tiles_take_turns_in_memory():
+    memory, tile = TileMemory(), torch.rand(4, 6)
+    first = memory.like(tile, "a")
+    assert memory.like(tile, "a").data_ptr() == first.data_ptr()
+    assert memory.like(tile[:2].contiguous(), "a").data_ptr() == first.data_ptr()
+    assert memory.like(tile, "b").data_ptr() != first.data_ptr()
+    assert memory.like(tile.t(), "a").stride() == tile.t().stride()
+    assert memory.like(tile[:, ::2], "a").is_contiguous()
+    memory.forget("a")
+    assert memory.like(tile, "a").data_ptr() != first.data_ptr()

@@ -276,8 +276,9 @@ class _NormalizeRows(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, d_normalized: Tensor) -> Tensor:
         normalized, *lengths = ctx.saved_tensors
-        along = (normalized * d_normalized).sum(dim=1, keepdim=True)
-        d_x = torch.addcmul(d_normalized, normalized, along, value=-1)
+        d_x: Tensor = normalized * d_normalized
+        along = d_x.sum(dim=1, keepdim=True)
+        torch.addcmul(d_normalized, normalized, along, value=-1, out=d_x)
         for length in lengths:
             d_x.div_(length)
         return d_x

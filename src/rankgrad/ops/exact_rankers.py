@@ -9,6 +9,7 @@ from rankgrad._checks import check_not_negative, check_positive
 from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
 from rankgrad.ops.rankers import Ranker
 from rankgrad.ops.thresholds import Thresholds
+from rankgrad.ops.tile_memory import TileMemory
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Exact(Ranker):
     def thresholds(self, positives: PositiveScores, key: int) -> Thresholds:
         return Thresholds(positives.scores)
 
-    def count_tile(self, tile: Tensor, thresholds: Thresholds, key: int) -> Tensor:
+    def count_tile(self, tile: Tensor, thresholds: Thresholds, key: int, memory: TileMemory) -> Tensor:
         return thresholds.num_reaching(tile)
 
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
@@ -82,7 +83,7 @@ class Blackbox(Ranker):
     def thresholds(self, positives: PositiveScores, key: int) -> Thresholds:
         return Thresholds(self._lowered(positives, key), keep=positives.one_tile)
 
-    def count_tile(self, tile: Tensor, thresholds: Thresholds, key: int) -> Tensor:
+    def count_tile(self, tile: Tensor, thresholds: Thresholds, key: int, memory: TileMemory) -> Tensor:
         return thresholds.num_reaching(self._shifted(tile, key))
 
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
@@ -99,12 +100,19 @@ class Blackbox(Ranker):
         return thresholds.perturbed(positives.fill(thresholds.values + step, torch.inf)), scale
 
     def tile_backward(
-        self, tile: Tensor, thresholds: Thresholds, rank_grad: tuple[Thresholds, Tensor], key: int
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        tile: Tensor,
+        thresholds: Thresholds,
+        rank_grad: tuple[Thresholds, Tensor],
+        key: int,
+        gradient: Tensor,
+        memory: TileMemory,
+    ) -> Tensor:
         perturbed, scale = rank_grad
         # a candidate's rank grows by the relevant items that pass it and shrinks by those that fall behind it
-        gradient, reached = thresholds.crossings(perturbed, self._shifted(tile, key))
-        return gradient.mul_(scale), reached
+        change, reached = thresholds.crossings(perturbed, self._shifted(tile, key))
+        gradient.addcmul_(change, scale)
+        return reached
 
     def positive_backward(
         self,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rankgrad.ops.autograd import GRAD_FIELDS, Objective, PositiveScores, Ranks, Upstream
 from rankgrad.ops.graded_ranks import exact_graded_rank
+from rankgrad.ops.tile_memory import TileMemory
 
 TileMap = Callable[[Tensor], Tensor]
 
@@ -51,14 +52,23 @@ class Ranker(ABC):
     def tile_map(self, thresholds: list[Any]) -> tuple[TileMap | None, list[Any]]:
         """What comparisons with a tile have in common, as a change of its scores in place; None: they stay as they are.
 
-        And the thresholds as a tile so changed is compared with them. `thresholds` are those of the row blocks that a tile
-        and its transpose belong to. A tile that is kept for the backward pass is not changed again.
+        And the thresholds as a tile so changed is compared with them. `thresholds` are those of all row blocks or, where that
+        gives no map, of the row blocks that a tile and its transpose belong to.
         """
         return None, thresholds
 
+    def kept_tile(self, tile: Tensor) -> Tensor:
+        """What `tile_backward` needs of a tile as `tile_map` leaves it: kept from the forward pass where memory allows."""
+        return tile
+
     @abstractmethod
-    def count_tile(self, tile: Tensor, thresholds: Any, key: int) -> Tensor:
+    def count_tile(self, tile: Tensor, thresholds: Any, key: int, memory: TileMemory) -> Tensor:
         """[B, E] irrelevant candidates of the tile, as `tile_map` leaves it, ahead of each threshold."""
+
+    def count_roles(self, tile: Tensor, thresholds: list[Any], keys: list[int], memory: TileMemory) -> list[Tensor]:
+        """`count_tile` with the rows as queries and, where a second one has thresholds, with the columns as queries."""
+        roles = zip((tile, tile.t()), thresholds, keys, strict=False)
+        return [self.count_tile(*role, memory) for role in roles]
 
     @abstractmethod
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Any) -> Ranks:
@@ -76,8 +86,13 @@ class Ranker(ABC):
         """From d(loss of a query) / d(grad_fields) to what `tile_backward` needs."""
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
-    def tile_backward(self, tile: Tensor, thresholds: Any, rank_grad: Any, key: int) -> tuple[Tensor, Tensor | None]:
-        """[B, Z] gradient of the tile's scores, before `tile_map`, and the tile's part of the thresholds' gradient."""
+    def tile_backward(
+        self, tile: Tensor, thresholds: Any, rank_grad: Any, key: int, gradient: Tensor, memory: TileMemory
+    ) -> Tensor | None:
+        """Add to `gradient` [B, Z] that of the tile's scores, before `tile_map`; the tile's part of the thresholds' gradient.
+
+        The tile is what `kept_tile` returned.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def positive_backward(

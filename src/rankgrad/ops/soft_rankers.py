@@ -13,6 +13,10 @@ from rankgrad.ops.exact_rankers import proper_ranks
 from rankgrad.ops.graded_ranks import sigmoid_graded_rank
 from rankgrad.ops.rankers import Ranker, TileMap
 from rankgrad.ops.thresholds import SigmoidThresholds, Thresholds
+from rankgrad.ops.tile_memory import TileMemory
+
+# Thresholds of a batch of one tile that are compared all at once: for a small batch few operations matter, else the cache.
+FEW_THRESHOLDS_AT_ONCE = 2**10
 
 # Sigmoids of one tile that are kept for the backward pass: 2**20 float32 are 4 MiB, and a sigmoid is most of a tile's work.
 KEPT_SIGMOIDS = 2**20
@@ -33,7 +37,8 @@ class Sigmoid(Ranker):
         check_positive(self.tau, name="tau", caller="Sigmoid")
 
     def thresholds(self, positives: PositiveScores, key: int) -> SigmoidThresholds:
-        return SigmoidThresholds(positives.scores.t().contiguous(), keep=positives.one_tile)
+        columns = positives.scores.t().contiguous()
+        return SigmoidThresholds(columns, keep=positives.one_tile and columns.numel() <= FEW_THRESHOLDS_AT_ONCE)
 
     def tile_map(self, thresholds: list[SigmoidThresholds]) -> tuple[TileMap | None, list[SigmoidThresholds]]:
         """One exponential of a score and not one of each comparison: with f = e^-t and x = e^-s a sigmoid is f / (f + x).
@@ -51,11 +56,13 @@ class Sigmoid(Ranker):
         if not 0 <= high - low <= 2 * room * self.tau:
             return None, thresholds
         middle, scale = (low + high) / 2, 1 / self.tau
+        shift = columns.new_tensor(middle * scale)
 
         def exponentials_(scores: Tensor) -> Tensor:  # of a hidden score, -inf, it is inf, and its sigmoid 0
-            return scores.sub_(middle).mul_(-scale).clamp_(min=-end).exp_()
+            return torch.sub(shift, scores, alpha=scale, out=scores).clamp_(min=-end).exp_()
 
-        return exponentials_, [replace(t, exponentials=exponentials_(t.columns.nan_to_num(posinf=middle))) for t in thresholds]
+        columns_of = (t.columns.nan_to_num(posinf=middle)[:, :, None] for t in thresholds)
+        return exponentials_, [replace(t, exponentials=exponentials_(c)) for t, c in zip(thresholds, columns_of, strict=True)]
 
     def _steps_(self, differences: Tensor) -> Tensor:
         """In place their sigmoids, none below `_least`."""
@@ -64,26 +71,27 @@ class Sigmoid(Ranker):
     def _ahead(self, tile: Tensor, thresholds: SigmoidThresholds, out: Tensor) -> Iterator[Tensor]:
         """Sigmoids of a tile less each threshold, one after another in the same memory."""
         if thresholds.exponentials is None:
-            for each in thresholds.columns:
-                yield self._steps_(torch.sub(tile, each[:, None], out=out))
+            for each in thresholds.columns[:, :, None].unbind():
+                yield self._steps_(torch.sub(tile, each, out=out))
         else:
-            for each in thresholds.exponentials[:, :, None]:
-                yield torch.div(each, torch.minimum(tile, each / _least(tile), out=out).add_(each), out=out)
+            largest = thresholds.exponentials / _least(tile)
+            for each, most in zip(thresholds.exponentials.unbind(), largest.unbind(), strict=True):
+                yield torch.div(each, torch.minimum(tile, most, out=out).add_(each), out=out)
 
-    def count_tile(self, tile: Tensor, thresholds: SigmoidThresholds, key: int) -> Tensor:
+    def count_tile(self, tile: Tensor, thresholds: SigmoidThresholds, key: int, memory: TileMemory) -> Tensor:
         if thresholds.keep and thresholds.columns.shape[0] * tile.numel() <= KEPT_SIGMOIDS:
             thresholds.tile = self._steps_(tile - thresholds.columns[:, :, None])
             return thresholds.tile.sum(dim=2).t()
-        scratch = torch.empty_like(tile)  # one for all: on a CPU fresh memory costs more than what is done with it
+        scratch, counts = memory.like(tile, "ahead"), torch.empty_like(thresholds.columns)
         if thresholds.exponentials is None:
-            return _columns([ahead.sum(dim=1) for ahead in self._ahead(tile, thresholds, scratch)], tile)
+            for ahead, count in zip(self._ahead(tile, thresholds, scratch), counts.unbind(), strict=True):
+                torch.sum(ahead, dim=1, out=count)
+            return counts.t()
         four = tile.new_tensor(4.0)
         # what all terms of a sum share is taken out of it, but for so much that no term is subnormal
-        sums = [
-            torch.div(four, torch.add(tile, each[:, None], out=scratch), out=scratch).sum(dim=1)
-            for each in thresholds.exponentials
-        ]
-        return _columns(sums, tile).mul_(thresholds.exponentials.t() / four)
+        for each, count in zip(thresholds.exponentials.unbind(), counts.unbind(), strict=True):
+            torch.sum(torch.div(four, torch.add(tile, each, out=scratch), out=scratch), dim=1, out=count)
+        return counts.mul_(thresholds.exponentials[:, :, 0] / four).t()
 
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: SigmoidThresholds) -> Ranks:
         # an item ahead of itself counts sigmoid(0) = 1/2
@@ -118,18 +126,27 @@ class Sigmoid(Ranker):
         return _without_negligible(d_rank.to(dtype)).t().contiguous(), (d_rank + d_positive_rank).to(dtype).t()
 
     def tile_backward(
-        self, tile: Tensor, thresholds: SigmoidThresholds, rank_grad: tuple[Tensor, Tensor], key: int
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        tile: Tensor,
+        thresholds: SigmoidThresholds,
+        rank_grad: tuple[Tensor, Tensor],
+        key: int,
+        gradient: Tensor,
+        memory: TileMemory,
+    ) -> Tensor:
         if thresholds.tile is not None:
             slope = torch.ops.aten.sigmoid_backward(rank_grad[0][:, :, None], thresholds.tile)
-            return slope.sum(dim=0), slope.sum(dim=2).neg_().t()
-        gradient, scratch = torch.zeros_like(tile), torch.empty_like(tile)
-        d_thresholds = []
-        for ahead, weight in zip(self._ahead(tile, thresholds, scratch), rank_grad[0], strict=True):
-            slope = torch.ops.aten.sigmoid_backward.grad_input(weight[:, None].expand_as(tile), ahead, grad_input=scratch)
+            gradient += slope.sum(dim=0)
+            d_thresholds: Tensor = slope.sum(dim=2)
+            return d_thresholds.neg_().t()
+        scratch, d_thresholds = memory.like(tile, "ahead"), torch.empty_like(thresholds.columns)
+        weights = rank_grad[0][:, :, None].expand(-1, *tile.shape)
+        ahead = self._ahead(tile, thresholds, scratch)
+        for each, weight, d_threshold in zip(ahead, weights.unbind(), d_thresholds.unbind(), strict=True):
+            slope = torch.ops.aten.sigmoid_backward.grad_input(weight, each, grad_input=scratch)
             gradient += slope
-            d_thresholds.append(-slope.sum(dim=1))
-        return gradient, _columns(d_thresholds, tile)
+            torch.sum(slope, dim=1, out=d_threshold)
+        return d_thresholds.neg_().t()
 
     def positive_backward(
         self,
@@ -190,7 +207,7 @@ class UpperBound(Ranker):
             ahead = tile - columns[part, :, None]
             yield part, ahead, (ahead * (1 / self.tau)).sigmoid_()
 
-    def count_tile(self, tile: Tensor, thresholds: Thresholds, key: int) -> Tensor:
+    def count_tile(self, tile: Tensor, thresholds: Thresholds, key: int, memory: TileMemory) -> Tensor:
         counts = tile.new_zeros(thresholds.columns.shape)
         for part, ahead, soft in self._compared(tile, thresholds.columns):
             bound = torch.where(
@@ -209,13 +226,15 @@ class UpperBound(Ranker):
         weights = positives.fill(d_ranks[0] * (upstream.grad_loss / self.tau), 0)
         return weights.to(positives.scores.dtype).t().contiguous()
 
-    def tile_backward(self, tile: Tensor, thresholds: Thresholds, rank_grad: Tensor, key: int) -> tuple[Tensor, Tensor]:
-        gradient, d_thresholds = torch.zeros_like(tile), torch.zeros_like(rank_grad)
+    def tile_backward(
+        self, tile: Tensor, thresholds: Thresholds, rank_grad: Tensor, key: int, gradient: Tensor, memory: TileMemory
+    ) -> Tensor:
+        d_thresholds = torch.zeros_like(rank_grad)
         for part, ahead, soft in self._compared(tile, thresholds.columns):
             slope = torch.where(ahead > self.delta, self.rho * self.tau, soft * (1 - soft)) * rank_grad[part, :, None]
             gradient += slope.sum(dim=0)
             d_thresholds[part] = -slope.sum(dim=2)
-        return gradient, d_thresholds.t()
+        return d_thresholds.t()
 
     def positive_backward(
         self,
@@ -245,8 +264,3 @@ def _without_negligible(weights: Tensor) -> Tensor:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _columns(columns: list[Tensor], tile: Tensor) -> Tensor:
-    """[B, E] from E columns; E is 0 where no query of the chunk has a relevant item."""
-    return torch.stack(columns, dim=1) if columns else tile.new_zeros(tile.shape[0], 0)

@@ -20,7 +20,8 @@ from rankgrad.ops.masks import MaskRelevance
 from rankgrad.ops.pair_relevance import PairRelevance
 from rankgrad.ops.rankers import Ranker
 from rankgrad.ops.relevance import TileRelevance
-from rankgrad.ops.tile_layout import TileLayout, list_column_blocks, list_row_blocks
+from rankgrad.ops.tile_layout import TileLayout, length, list_column_blocks, list_row_blocks
+from rankgrad.ops.tile_memory import TileMemory
 from rankgrad.ops.tile_rows import TileRows
 from rankgrad.ops.tiled_source import Tile, TiledSource, TilePair
 
@@ -28,10 +29,16 @@ from rankgrad.ops.tiled_source import Tile, TiledSource, TilePair
 EXACT_FLOAT32 = 2**24
 
 
-def without_subnormal(gradient: Tensor) -> Tensor:
-    """0 for numbers so small that products with them are subnormal, which take a hundred times as long on many processors."""
+def without_subnormal_(gradient: Tensor) -> Tensor:
+    """In place 0 for numbers so small that products with them are subnormal, which take 100 times as long on many CPUs."""
     limits = torch.finfo(gradient.dtype)
-    return torch.nn.functional.hardshrink(gradient, limits.tiny / limits.eps**2)
+    found: Tensor = torch.ops.aten.hardshrink.out(gradient, limits.tiny / limits.eps**2, out=gradient)
+    return found
+
+
+def _within(outer: slice, inner: slice) -> slice:
+    """Where a slice is inside another one."""
+    return slice(inner.start - outer.start, inner.stop - outer.start)
 
 
 class EmbeddingScores(TiledSource):
@@ -43,17 +50,21 @@ class EmbeddingScores(TiledSource):
         self.layout, self.relevance, self.row_blocks = layout, layout.relevance, layout.row_blocks
         self.query_order = layout.relevance.query_order
         self.symmetric = queries is candidates
+        self.dtype = queries.dtype
 
     def positives(self, block: int) -> PositiveScores:
         rows = self.layout.row_blocks[block]
         columns, valid = self.relevance.positives(rows, self.layout.extents[block][0])
         queries = self.queries.read(rows)
         scores = queries.new_full(columns.shape, torch.inf)
-        for part in self.layout.positive_blocks[block]:
-            local = slice(part.rows.start - rows.start, part.rows.stop - rows.start)
-            tile = queries[local] @ self.candidates.read(part.columns).t()
-            offsets, inside = part.offsets(columns[local])
-            found = tile.gather(1, offsets)
+        for of_block in self.layout.positive_blocks[block]:
+            local = _within(rows, of_block.rows)
+            products = queries.new_empty(length(local), of_block.width)
+            for some, interval in of_block.parts:
+                candidates, out = self.candidates.read(interval), products[_within(of_block.rows, some)]
+                torch.mm(queries[_within(rows, some)], candidates.t(), out=out[:, : len(candidates)])
+            offsets, inside = of_block.offsets(columns[local])
+            found = products.gather(1, offsets)
             scores[local] = found if inside is None else torch.where(inside, found, scores[local])
         scores.masked_fill_(~valid, torch.inf)
         num_candidates, gains = len(self.relevance.candidate_order), self.relevance.gains(rows, columns.shape[1])
@@ -79,7 +90,7 @@ class EmbeddingScores(TiledSource):
         stride = max(len(self.layout.row_blocks), len(self.layout.column_blocks))
         keys = [block * stride + other for block, other in zip(blocks, (z, i), strict=False)]
         tile_map, compared = self.tile_map(blocks)
-        product = cache(lambda: queries @ candidates.t())  # made at most once, and not at all where the tiles are kept
+        product = cache(partial(self._product, queries, candidates))  # at most once, and not at all where the tiles are kept
         transposed = None
         if self.symmetric and i != z and not self.relevance.symmetric:  # hides other scores
             copy = partial(torch.clone, memory_format=torch.contiguous_format)
@@ -87,7 +98,11 @@ class EmbeddingScores(TiledSource):
         scores = self._tile(keys[0], tile_map, lambda: self._hide(product(), i, rows, columns))
         both = scores, scores.t() if transposed is None else transposed
         tiles = [Tile(*tile) for tile in zip(both, blocks, keys, compared, strict=False)]
-        return TilePair(tiles, rows, columns, queries, candidates)
+        return TilePair(tiles, rows, columns, transposed is None, queries, candidates)
+
+    def _product(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        shape = len(queries), len(candidates)
+        return torch.mm(queries, candidates.t(), out=self.memory.empty("scores", shape, self.dtype, queries.device))
 
     def _blocks(self, i: int, z: int) -> list[int]:
         """Row blocks of the queries of a tile and, where its columns are queries too, of its transpose."""
@@ -101,16 +116,19 @@ class EmbeddingScores(TiledSource):
 
     def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
         self.queries.zero_grad()
-        self.candidates.zero_grad()
+        if not self.symmetric:
+            self.candidates.zero_grad()
         return super().backward(ops, thresholds, rank_grads, seed)
 
-    def _add_grad(self, pair: TilePair, gradients: list[Tensor]) -> None:
-        gradient = without_subnormal(gradients[0] if len(gradients) == 1 else gradients[0].add_(gradients[1].t()))
-        if self.symmetric and pair.rows == pair.columns:  # both sums are of the same rows
-            self.queries.add_product_grad(pair.rows, gradient + gradient.t(), pair.candidates)
+    def _add_grad(self, pair: TilePair, gradient: Tensor) -> None:
+        self._add_products(pair.rows, pair.columns, without_subnormal_(gradient), pair.queries, pair.candidates)
+
+    def _add_products(self, rows: slice, columns: slice, gradient: Tensor, queries: Tensor, candidates: Tensor) -> None:
+        if self.symmetric and rows == columns:  # both sums are of the same rows
+            self.queries.add_product_grad(rows, gradient + gradient.t(), candidates)
             return
-        self.queries.add_product_grad(pair.rows, gradient, pair.candidates)
-        self.candidates.add_product_grad(pair.columns, gradient.t(), pair.queries)
+        self.queries.add_product_grad(rows, gradient, candidates)
+        self.candidates.add_product_grad(columns, gradient.t(), queries)
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
         self.add_positive_grads(d_positives)
@@ -133,13 +151,16 @@ class EmbeddingScores(TiledSource):
         for block, (rows, d_scores) in enumerate(zip(self.layout.row_blocks, d_positives, strict=True)):
             columns, valid = self.relevance.positives(rows, self.layout.extents[block][0])
             queries, values = self.queries.read(rows), d_scores.masked_fill(~valid, 0)
-            for part in self.layout.positive_blocks[block]:
-                local = slice(part.rows.start - rows.start, part.rows.stop - rows.start)
-                offsets, inside = part.offsets(columns[local])
-                gradient = values.new_zeros(len(offsets), part.columns.stop - part.columns.start)
+            for of_block in self.layout.positive_blocks[block]:
+                local = _within(rows, of_block.rows)
+                offsets, inside = of_block.offsets(columns[local])
+                gradient = values.new_zeros(len(offsets), of_block.width)
                 gradient.scatter_add_(1, offsets, values[local] if inside is None else values[local].masked_fill(~inside, 0))
-                candidates = self.candidates.read(part.columns)
-                self._add_grad(TilePair([], part.rows, part.columns, queries[local], candidates), [gradient])
+                without_subnormal_(gradient)
+                for some, interval in of_block.parts:
+                    candidates, part = self.candidates.read(interval), gradient[_within(of_block.rows, some)]
+                    part = part[:, : len(candidates)]
+                    self._add_products(some, interval, part, queries[_within(rows, some)], candidates)
 
 
 class TwoWayScores(EmbeddingScores):
@@ -196,15 +217,17 @@ class OneTileScores:
         tile_map, (self.compared,) = ops.tile_map(thresholds)
         if tile_map is not None:
             self.tile = tile_map(self.tile)
-        return [ops.count_tile(self.tile, self.compared, seed)]
+        count = ops.count_tile(self.tile, self.compared, seed, TileMemory())
+        self.tile = ops.kept_tile(self.tile) if keep else self.tile
+        return [count]
 
     def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
-        self.d_scores, d_thresholds = ops.tile_backward(self.tile, self.compared, rank_grads[0], seed)
-        return [d_thresholds]
+        self.d_scores = torch.zeros_like(self.scores)
+        return [ops.tile_backward(self.tile, self.compared, rank_grads[0], seed, self.d_scores, TileMemory())]
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
         r, (given,) = self.relevance, d_positives
-        d_scores = without_subnormal(
+        d_scores = without_subnormal_(
             self.d_scores.scatter_add_(1, r.columns, given if r.valid is None else given.masked_fill(~r.valid, 0))
         )
         if self.symmetric:
@@ -260,8 +283,8 @@ class GivenScores(TiledSource):
         self.d_scores = torch.empty_like(self.scores)
         return super().backward(ops, thresholds, rank_grads, seed)
 
-    def _add_grad(self, pair: TilePair, gradients: list[Tensor]) -> None:
-        self.d_scores[pair.rows, pair.columns] = gradients[0].to(self.scores.dtype)
+    def _add_grad(self, pair: TilePair, gradient: Tensor) -> None:
+        self.d_scores[pair.rows, pair.columns] = gradient.to(self.scores.dtype)
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
         for block, width, d_scores in zip(self.row_blocks, self.widths, d_positives, strict=True):

@@ -287,7 +287,7 @@ class SigmoidThresholds:
 
     columns: Tensor  # [P, B]: a threshold is contiguous over queries in both roles of a tile
     keep: bool = False
-    exponentials: Tensor | None = None  # [P, B] e^-threshold, where tiles hold e^-score
+    exponentials: Tensor | None = None  # [P, B, 1] e^-threshold, where tiles hold e^-score
     tile: Tensor | None = None  # [P, B, Z] comparisons with the tile
     among: Tensor | None = None  # [B, P, P] of the positives with each other
 

@@ -30,6 +30,11 @@ def split(stop: int, size: int, start: int = 0) -> list[slice]:
     return [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
+def length(part: slice) -> int:
+    """Items of a slice with both ends."""
+    return int(part.stop - part.start)
+
+
 def list_row_blocks(lists: int, device: torch.device) -> list[slice]:
     """Rows of the tiles of given scores."""
     return split(lists, tile_side(device))
@@ -43,17 +48,28 @@ def list_column_blocks(lists: int, length: int, most_positives: int, device: tor
 
 @dataclass(frozen=True)
 class PositiveBlock:
-    """A few queries and an interval of candidates that holds positives of theirs."""
+    """Some queries and, for a few of them at a time, an interval of candidates that holds positives of theirs."""
 
-    rows: slice
-    columns: slice
+    parts: list[tuple[slice, slice]]  # queries and candidates
     holds_all: bool  # all positives of these queries
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.parts[0][0].start, self.parts[-1][0].stop)
+
+    @property
+    def width(self) -> int:
+        """Of the widest interval."""
+        return max(length(columns) for _, columns in self.parts)
+
     def offsets(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where each of some candidates is in the interval, clamped to it, and which are inside; None where all are."""
-        offset, width = columns - self.columns.start, self.columns.stop - self.columns.start
-        inside = None if self.holds_all else (offset >= 0) & (offset < width)
-        return offset.clamp_(0, width - 1), inside
+        """Where candidates of each of `rows` are in its interval, clamped to it, and which are inside; None where all are."""
+        starts = torch.zeros(len(columns), 1, dtype=columns.dtype)
+        for rows, interval in self.parts:
+            starts[rows.start - self.rows.start : rows.stop - self.rows.start] = interval.start
+        offset = columns - starts.to(columns.device, non_blocking=True)
+        inside = None if self.holds_all else (offset >= 0) & (offset < self.width)
+        return offset.clamp_(0, self.width - 1), inside
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,7 @@ class TileLayout:
             extents_of_pairs = relevance.extents(row_blocks)
             whole = len(column_blocks) == 1
             tiles = [
-                [PositiveBlock(rows, each, whole) for each in column_blocks if each.stop > first and each.start < last]
+                [PositiveBlock([(rows, each)], whole) for each in column_blocks if each.stop > first and each.start < last]
                 for rows, (_, first, last) in zip(row_blocks, extents_of_pairs, strict=True)
             ]
             return cls(relevance.to(device), row_blocks, column_blocks, extents_of_pairs, tiles)
@@ -83,10 +99,12 @@ class TileLayout:
         # read where the labels are: with labels on the host a GPU is not synchronised
         extents = iter(relevance.extents([*row_blocks, *(rows for of_block in fine for rows in of_block)]))
         coarse = [next(extents) for _ in row_blocks]
-        positive_blocks = [
-            [PositiveBlock(rows, columns, columns == slice(first, last))
-             for rows, (width, first, last) in zip(of_block, extents, strict=False) if width
-             for columns in split(last, side, first)]
-            for of_block in fine
-        ]  # fmt: skip
+        positive_blocks = []
+        for of_block in fine:
+            parts = [(rows, slice(first, last)) for rows, (width, first, last) in zip(of_block, extents, strict=False) if width]
+            if all(length(columns) <= side for _, columns in parts):
+                positive_blocks.append([PositiveBlock(parts, holds_all=True)] if parts else [])
+            else:
+                pieces = [(rows, piece) for rows, columns in parts for piece in split(columns.stop, side, columns.start)]
+                positive_blocks.append([PositiveBlock([piece], holds_all=piece in parts) for piece in pieces])
         return cls(relevance.to(device), row_blocks, column_blocks, coarse, positive_blocks)

@@ -9,6 +9,9 @@ from torch import Tensor
 class TileRows(Protocol):
     """Embeddings in class order, read by slices; gradients are added by slices."""
 
+    @property
+    def dtype(self) -> torch.dtype: ...
+
     def read(self, rows: slice) -> Tensor: ...
 
     def zero_grad(self) -> None: ...
@@ -30,6 +33,7 @@ class DenseRows:
     def __init__(self, base: Tensor, order: Tensor) -> None:
         self.order = order
         self.values = base.index_select(0, order)
+        self.dtype = base.dtype
 
     def read(self, rows: slice) -> Tensor:
         return self.values[rows]
@@ -51,7 +55,7 @@ class MixedRows:
     """Rows alpha * base[first] + (1 - alpha) * base[second], mixed when they are read and never stored."""
 
     def __init__(self, base: Tensor, order: Tensor, first: Tensor, second: Tensor, alpha: Tensor) -> None:
-        self.base = base
+        self.base, self.dtype = base, base.dtype
         self.first, self.second = first[order], second[order]
         self.alpha = alpha[order, None].to(base.dtype)
 

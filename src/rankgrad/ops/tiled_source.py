@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rankgrad.ops.rankers import Ranker, TileMap
+from rankgrad.ops.tile_memory import TileMemory
 
 # Bytes of tiles that stay in memory for the backward pass: 40 MiB are all scores of 4,096 items in float32.
 KEPT_BYTES = 40 * 2**20
@@ -19,7 +20,7 @@ KEPT_BYTES = 40 * 2**20
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of scores with its rows as queries; what is not ranked holds -inf."""
+    """A tile of scores with its rows as queries, as the ranker reads it in a pass; what is not ranked held -inf."""
 
     scores: Tensor  # [B, Z]
     block: int  # row block of its queries
@@ -34,6 +35,7 @@ class TilePair:
     tiles: list[Tile]
     rows: Any
     columns: slice
+    mirrored: bool = False  # the second tile is a view of the first
     queries: Any = None  # the embeddings whose product the tile is
     candidates: Any = None
 
@@ -42,22 +44,34 @@ class TiledSource(ABC):
     """Shows a ranker every tile, once to count and once for the gradient."""
 
     row_blocks: list[slice]
+    dtype: torch.dtype  # of scores and their gradient
 
     def __init__(self) -> None:
         self.tile_map: Callable[[list[int]], tuple[TileMap | None, list[Any]]]
-        self.kept: dict[int, Tensor] = {}  # tiles of the first pass that the second one will ask for
+        self.kept_tile: Callable[[Tensor], Tensor]
+        self.kept: dict[int, Tensor] = {}  # of tiles of the first pass what the second one will ask for
         self.bytes_left = 0
+        self.counting = False
+        self.memory = TileMemory()
 
     def _tile(self, key: int, tile_map: TileMap | None, scores: Callable[[], Tensor]) -> Tensor:
-        """A tile as the ranker compares it."""
+        """A tile as the ranker reads it in this pass. `scores` may be in the memory of that name."""
         if key in self.kept:
             return self.kept.pop(key)
         tile = scores()
         if tile_map is not None:
             tile = tile_map(tile)
-        if (size := tile.numel() * tile.element_size()) <= self.bytes_left:
-            self.kept[key] = tile
-            self.bytes_left -= size
+        if not self.counting:
+            return self.kept_tile(tile)
+        if self.bytes_left:
+            kept = self.kept_tile(tile)
+            if (size := kept.numel() * kept.element_size()) <= self.bytes_left:
+                self.kept[key] = kept
+                self.bytes_left -= size
+                if kept is tile:
+                    self.memory.forget("scores")
+            else:
+                self.bytes_left = 0
         return tile
 
     @abstractmethod
@@ -65,31 +79,49 @@ class TiledSource(ABC):
         """Every tile of scores."""
 
     @abstractmethod
-    def _add_grad(self, pair: TilePair, gradients: list[Tensor]) -> None:
-        """Accumulate the gradients of the tiles of a pair."""
+    def _add_grad(self, pair: TilePair, gradient: Tensor) -> None:
+        """Accumulate the gradient of the scores of a pair, which it may change."""
 
     def count(self, ops: Ranker, thresholds: list[Any], seed: int, *, keep: bool) -> list[Any]:
         counts: list[Any] = [None] * len(self.row_blocks)
-        self.tile_map = lambda blocks: ops.tile_map([thresholds[block] for block in blocks])
-        self.bytes_left = KEPT_BYTES if keep else 0
+        of_all, compared = ops.tile_map(thresholds)
+
+        def tile_map(blocks: list[int]) -> tuple[TileMap | None, list[Any]]:
+            if of_all is None:
+                return ops.tile_map([thresholds[block] for block in blocks])
+            return of_all, [compared[block] for block in blocks]
+
+        self.tile_map, self.kept_tile = tile_map, ops.kept_tile
+        self.bytes_left, self.counting = KEPT_BYTES if keep else 0, True
         for pair in self._tile_pairs():
-            for tile in pair.tiles:
-                part = ops.count_tile(tile.scores, tile.thresholds, seed + tile.key)
-                counts[tile.block] = _sum(counts[tile.block], part)
+            for tiles in [pair.tiles] if pair.mirrored else [[tile] for tile in pair.tiles]:
+                keys = [seed + tile.key for tile in tiles]
+                parts = ops.count_roles(tiles[0].scores, [tile.thresholds for tile in tiles], keys, self.memory)
+                for tile, part in zip(tiles, parts, strict=True):
+                    counts[tile.block] = _sum(counts[tile.block], part)
+        self.memory = TileMemory()
         return counts
 
     def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
         d_thresholds: list[Tensor | None] = [None] * len(self.row_blocks)
-        self.bytes_left = 0
+        self.counting = False
         for pair in self._tile_pairs():
-            gradients = []
+            gradient = self._zeros(pair.tiles[0], "gradient")
             for tile in pair.tiles:
                 block = tile.block
-                gradient, part = ops.tile_backward(tile.scores, tile.thresholds, rank_grads[block], seed + tile.key)
+                # in the order of the tile's memory
+                into = gradient if tile is pair.tiles[0] else gradient.t()
+                other = into if into.stride() == tile.scores.stride() else self._zeros(tile, "other gradient")
+                part = ops.tile_backward(tile.scores, tile.thresholds, rank_grads[block], seed + tile.key, other, self.memory)
                 d_thresholds[block] = None if part is None else _sum(d_thresholds[block], part)
-                gradients.append(gradient)
-            self._add_grad(pair, gradients)
+                if other is not into:
+                    into += other
+            self._add_grad(pair, gradient)
+        self.memory = TileMemory()
         return d_thresholds
+
+    def _zeros(self, tile: Tile, name: str) -> Tensor:
+        return self.memory.like(tile.scores, name, self.dtype).zero_()
 
 
 def _sum(total: Tensor | None, part: Tensor) -> Tensor:
