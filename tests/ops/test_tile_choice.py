@@ -30,4 +30,13 @@ def test_what_a_gpu_gets_fits(name, card):
 def test_the_calculation_is_what_the_compiler_takes_on_hopper():
     # `python -m benchmarks.other_gpus` for sm_90; before Hopper there is one stage less
     assert tiles.shared_memory(tiles.COUNT_TILES[0][1]) == 147_456
-    assert tiles.shared_memory(tiles.DESCRIBED_SPLIT_TILE) == 147_456
+    assert tiles.shared_memory(tiles.DESCRIBED_TILE) == 147_456
+
+
+@pytest.mark.parametrize(
+    ("queries", "others", "splits"),
+    [(16384, 2048, 1), (4096, 2048, 4), (4096, 256, 2), (32, 32, 1), (0, 2048, 16)],
+    ids=["enough programs", "few", "short lists", "one tile", "none, in a dry run"],
+)
+def test_lists_are_split_where_queries_are_few(queries, others, splits):
+    assert tiles.splits_of({"BM": 32, "BN": 32}, queries, others) == splits

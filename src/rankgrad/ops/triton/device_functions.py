@@ -15,16 +15,6 @@ def reciprocal(b_x, ASM: tl.constexpr):
 
 
 @triton.jit
-def cut_off_product(b_x, b_y, ASM: tl.constexpr):
-    """Positive x * y, at most 1; 0 if it is not a number."""
-    if ASM:
-        b_z = tl.inline_asm_elementwise("mul.sat.f32 $0, $1, $2;", "=f,f,f", [b_x, b_y], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        b_z = tl.minimum(b_x.to(tl.float64) * b_y, 1.0).to(tl.float32)
-    return b_z
-
-
-@triton.jit
 def packed(b_low, b_high):
     """Two float32 in an int64, which memory delivers at once."""
     b_low = b_low.to(tl.int32, bitcast=True).to(tl.int64) & 4294967295

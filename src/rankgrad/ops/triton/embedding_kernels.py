@@ -112,7 +112,7 @@ def count_kernel(
             b_s = hide(b_s, b_start, b_stop, b_self, o_n, num_candidates, RANK_SELF)
         count_tile(
             b_s, b_low, b_middle, i % passes, parts, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
-            MODE, NEAR, DELTA, SLOPE, OFFSET, ASM,
+            MODE, NEAR, DELTA, SLOPE, OFFSET, SPLIT, ASM,
         )  # fmt: skip
 
 

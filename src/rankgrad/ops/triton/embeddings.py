@@ -386,7 +386,7 @@ class FusedEmbeddingScores:
                     stored.tally(reached, block)
                 stored.gradient(args, block, mode, gradient)
             self.gradient.add(gradient, rows)
-        for of_group, tally in zip(args, reached, strict=False):
+        for of_group, tally in zip(args if reached else (), reached, strict=True):
             of_group.reached = tally.result(ops)[0].t()
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:

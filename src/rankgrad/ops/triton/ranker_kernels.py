@@ -18,7 +18,7 @@ Letters:  P thresholds of a query   i_ program index, o_ offsets, m_ a mask, b_ 
 import triton
 import triton.language as tl
 
-from rankgrad.ops.triton.device_functions import cut_off_product, reciprocal
+from rankgrad.ops.triton.device_functions import reciprocal
 from rankgrad.ops.triton.grid_kernels import look_up
 from rankgrad.ops.triton.score_kernels import position_of
 
@@ -30,7 +30,6 @@ BOUND = tl.constexpr(3)
 GRID = tl.constexpr(4)
 SEARCH = tl.constexpr(5)
 
-
 # Buckets of a query whose thresholds are searched: of each threshold, and at most.
 BUCKETS_EACH = tl.constexpr(8)
 MOST_BUCKETS = tl.constexpr(1024)
@@ -41,86 +40,47 @@ def num_buckets(num_thresholds: int) -> int:
     return min(int(BUCKETS_EACH.value) * num_thresholds, int(MOST_BUCKETS.value))
 
 
-def held(num_thresholds: int) -> int:
-    """Thresholds whose sigmoids share a reciprocal, of a query with so many: at most 3, and as many each time."""
-    return triton.cdiv(num_thresholds, triton.cdiv(num_thresholds, 3)) if num_thresholds else 1
-
-
 # How far apart thresholds of a query may be, in units where the base is 2, to share a centre. A sigmoid of s - t needs
-# 2 ** (s - t) = 2 ** (s - centre) * 2 ** (centre - t), one power per score instead of one per threshold. With
-# |centre - t| <= 80 neither is cut off before the sigmoid is 0 or 1 in float32.
-SHARED = tl.constexpr(160.0)
-
-# Powers are kept in multiples of 1 / UNIT = 2 ** 40 and cut off at 1, where a sigmoid is 1 in float32: then the product of
-# three, and its reciprocal, do not leave the range of float32.
-UNIT = tl.constexpr(2.0**-40)
+# 2 ** (s - t) = 2 ** (s - centre) * 2 ** (centre - t), one power per score instead of one per threshold. That is exact while
+# |centre - t| <= 100: where either power is cut off the sigmoid is 0 or 1 in float32.
+SHARED = tl.constexpr(200.0)
 
 
 @triton.jit
-def _exp2(b_x, ASM: tl.constexpr):
-    """2 ** x, infinite where it overflows; without ASM it ends before, and numpy does not warn."""
-    return tl.exp2(b_x if ASM else tl.minimum(b_x, 126.0))
+def _power(b_x):
+    """2 ** x without overflow: beyond these ends a sigmoid is 0 or 1 in float32 whatever its threshold."""
+    return tl.exp2(tl.minimum(tl.maximum(b_x, -126.0), 126.0))
 
 
+# One reciprocal for three thresholds, 1 / a = b c * 1 / (a b c), halves the work of the unit that computes powers and
+# reciprocals, and was no faster: RS@k of 65,536 items took 68.8 ms and not 67.0 in "high", 38.9 and not 38.1 in "fast", on an
+# H200. Tiles and SHARED were others then, too, so that this says little about what bounds these kernels.
 @triton.jit
-def _power(b_x, b_centre, b_t, FACTORED: tl.constexpr, ASM: tl.constexpr):
-    """2 ** (score - threshold) * UNIT, at most 1; b_x is the power of a score less the centre if FACTORED, else the score."""
-    if FACTORED:
-        b_power = cut_off_product(b_x, tl.exp2(b_centre - b_t) * UNIT, ASM)
-    else:
-        b_power = tl.exp2(tl.minimum(b_x - b_t, 40.0)) * UNIT
-    return b_power
+def _sigmoid(b_x, b_centre, b_t, FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr):
+    """A sigmoid and its complement; b_x is the power of a score less the centre if FACTORED, else the score.
 
-
-@triton.jit
-def _soft_steps(
-    b_x, b_centre, b_t0, b_t1, b_t2, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
-    FACTORED: tl.constexpr, ASM: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
-    """What stands for the steps of a score less the first HELD thresholds, and their slopes by that over tau * UNIT.
-
-    For SIGMOID and BOUND. One reciprocal serves all thresholds, 1 / a = (b c) * 1 / (a b c): it comes from a unit of the GPU
-    that is eight times as slow as its multiplications. Small sigmoids keep their relative error, which are all there is once
-    classes are well apart.
+    PRECISE keeps the relative error of small sigmoids, which are all there is once classes are well apart.
     """
-    b_p0 = _power(b_x, b_centre, b_t0, FACTORED, ASM)
-    b_p1 = _power(b_x, b_centre, b_t1, FACTORED, ASM) if HELD > 1 else b_p0
-    b_p2 = _power(b_x, b_centre, b_t2, FACTORED, ASM) if HELD > 2 else b_p0
-    b_a = b_p0 + UNIT
-    b_b = b_p1 + UNIT
-    b_c = b_p2 + UNIT
-    if HELD == 1:
-        b_i0 = reciprocal(b_a, ASM)
-        b_i1 = b_i0
-        b_i2 = b_i0
-    elif HELD == 2:
-        b_r = reciprocal(b_a * b_b, ASM)
-        b_i0 = b_r * b_b
-        b_i1 = b_r * b_a
-        b_i2 = b_i0
-    else:
-        b_ab = b_a * b_b
-        b_r = reciprocal(b_ab * b_c, ASM)
-        b_rc = b_r * b_c
-        b_i0 = b_rc * b_b
-        b_i1 = b_rc * b_a
-        b_i2 = b_r * b_ab
-    b_s0 = b_p0 * b_i0
-    b_s1 = b_p1 * b_i1
-    b_s2 = b_p2 * b_i2
-    b_s0, b_d0 = _bound(b_s0, b_s0 * b_i0, b_x - b_t0, MODE, DELTA, SLOPE, OFFSET)
-    b_s1, b_d1 = _bound(b_s1, b_s1 * b_i1, b_x - b_t1, MODE, DELTA, SLOPE, OFFSET)
-    b_s2, b_d2 = _bound(b_s2, b_s2 * b_i2, b_x - b_t2, MODE, DELTA, SLOPE, OFFSET)
-    return b_s0, b_s1, b_s2, b_d0, b_d1, b_d2
+    b_power = b_x * tl.exp2(b_centre - b_t) if FACTORED else _power(b_x - b_t)
+    if PRECISE:
+        b_power = tl.minimum(b_power, 1.0e30)
+    b_behind = reciprocal(1.0 + b_power, ASM)
+    return b_power * b_behind if PRECISE else 1.0 - b_behind, b_behind
 
 
 @triton.jit
-def _bound(b_ahead, b_slope, b_d, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr):
-    """A sigmoid of a difference and its slope, raised to the upper bound of a step (BOUND)."""
+def _soft_step(
+    b_x, b_centre, b_t, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """What stands for the step of a score less a threshold, and its slope by that over tau (SIGMOID, BOUND)."""
+    b_ahead, b_behind = _sigmoid(b_x, b_centre, b_t, FACTORED, PRECISE, ASM)
+    b_slope = b_ahead * b_behind
     if MODE == BOUND:
+        b_d = b_x - b_t
         b_ahead += tl.where(b_d > 0.0, 0.5, 0.0)
         b_ahead = tl.where(b_d > DELTA, (b_d - DELTA) * (SLOPE * 0.6931471805599453) + OFFSET, b_ahead)
-        b_slope = tl.where(b_d > DELTA, SLOPE / UNIT, b_slope)
+        b_slope = tl.where(b_d > DELTA, SLOPE, b_slope)
     return b_ahead, b_slope
 
 
@@ -156,7 +116,7 @@ def begin_rows(thresholds, num_relevant, centres, o_m, o_r, m_m, num_rows, P, MO
 def count_tile(
     b_s, b_low, b_middle, i_pass, parts, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
     MODE: tl.constexpr, NEAR: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
-    ASM: tl.constexpr,
+    PRECISE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Adds what of a tile is ahead of each threshold to the counts, and the slopes to theirs (SIGMOID, BOUND).
 
@@ -174,27 +134,23 @@ def count_tile(
         if NEAR:
             b_until = tl.where(i_pass < parts - 1, b_low + b_length * (i_pass + 1), b_until)
             b_centre = b_middle + b_length * (i_pass - (parts - 1) * 0.5)
-            b_e = _exp2(b_s - b_centre[:, None], ASM)
+            b_e = _power(b_s - b_centre[:, None])
             _count_soft(
-                b_e, b_centre, p_t, p_c, p_a, m_m, b_from, b_until, num_rows, P,
-                MODE, DELTA, SLOPE, OFFSET, True, ASM,
-            )  # fmt: skip
+                b_e, b_centre, p_t, p_c, p_a, m_m, b_from, b_until, num_rows, P, MODE, DELTA, SLOPE, OFFSET, True, PRECISE, ASM
+            )
         elif MODE == BOUND:  # the line beyond delta needs the score, so that a power in place of it would save nothing
             _count_soft(
-                b_s, b_middle, p_t, p_c, p_a, m_m, b_from, b_until, num_rows, P,
-                MODE, DELTA, SLOPE, OFFSET, False, ASM,
-            )  # fmt: skip
+                b_s, b_middle, p_t, p_c, p_a, m_m, b_from, b_until, num_rows, P, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM
+            )
         elif parts == 1:
-            b_e = _exp2(b_s - b_middle[:, None], ASM)
+            b_e = _power(b_s - b_middle[:, None])
             _count_soft(
-                b_e, b_middle, p_t, p_c, p_a, m_m, b_from, b_until, num_rows, P,
-                MODE, DELTA, SLOPE, OFFSET, True, ASM,
-            )  # fmt: skip
+                b_e, b_middle, p_t, p_c, p_a, m_m, b_from, b_until, num_rows, P, MODE, DELTA, SLOPE, OFFSET, True, PRECISE, ASM
+            )
         else:
             _count_soft(
-                b_s, b_middle, p_t, p_c, p_a, m_m, b_from, b_until, num_rows, P,
-                MODE, DELTA, SLOPE, OFFSET, False, ASM,
-            )  # fmt: skip
+                b_s, b_middle, p_t, p_c, p_a, m_m, b_from, b_until, num_rows, P, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM
+            )
     else:
         for p in range(P):
             p_p = tl.cast(p, tl.int64) * num_rows
@@ -209,49 +165,41 @@ def count_tile(
 
 @triton.jit
 def count_list(
-    p_s, other_stride, first, last, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, p, P,
+    p_s, other_stride, first, last, num_others, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, p, P,
     MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
-    FACTORED: tl.constexpr, ASM: tl.constexpr, HELD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr, HELD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Adds what of the lists at p_s is ahead of thresholds p to p + HELD, at most 3, to the counts, and the slopes to theirs.
 
-    Thresholds are of positives, not edges of bins (RAMP). Of the lists, steps of BN from `first` to `last`.
+    Thresholds are of positives, not edges of bins (RAMP). Of the lists, what stands from `first` to `last`, in steps of BN.
     Every thread has sums of its own until the end of the lists, so that nothing crosses threads on the way.
     """
     DTYPE: tl.constexpr = tl.int32 if MODE == STEP else tl.float32
-    b_t0 = _threshold(thresholds + o_r, m_m, num_rows, p, P, BM)[:, None]
-    b_t1 = _threshold(thresholds + o_r, m_m, num_rows, p + 1, P, BM)[:, None]
-    b_t2 = _threshold(thresholds + o_r, m_m, num_rows, p + 2, P, BM)[:, None]
+    b_t0 = _threshold(thresholds, o_r, m_m, num_rows, p, P, BM)
+    b_t1 = _threshold(thresholds, o_r, m_m, num_rows, p + 1, P, BM)
+    b_t2 = _threshold(thresholds, o_r, m_m, num_rows, p + 2, P, BM)
     b_c0 = tl.zeros([BM, BN], DTYPE)
     b_c1 = tl.zeros([BM, BN], DTYPE)
     b_c2 = tl.zeros([BM, BN], DTYPE)
     b_a0 = tl.zeros([BM, BN], DTYPE)
     b_a1 = tl.zeros([BM, BN], DTYPE)
     b_a2 = tl.zeros([BM, BN], DTYPE)
-    b_next = _part(p_s, other_stride, tl.minimum(first, last - 1), BN)
-    for i in range(first, last):
-        b_x = b_next
-        b_next = _part(p_s, other_stride, tl.minimum(i + 1, last - 1), BN)  # before these are needed
-        if MODE == STEP:
-            b_c0 += (b_x >= b_t0).to(tl.int32)
-            if HELD > 1:
-                b_c1 += (b_x >= b_t1).to(tl.int32)
-            if HELD > 2:
-                b_c2 += (b_x >= b_t2).to(tl.int32)
-        else:
-            if FACTORED:
-                b_x = _exp2(b_x - b_centre[:, None], ASM)
-            b_s0, b_s1, b_s2, b_d0, b_d1, b_d2 = _soft_steps(
-                b_x, b_centre[:, None], b_t0, b_t1, b_t2, MODE, DELTA, SLOPE, OFFSET, FACTORED, ASM, HELD
-            )
-            b_c0 += b_s0
-            b_a0 += b_d0
-            if HELD > 1:
-                b_c1 += b_s1
-                b_a1 += b_d1
-            if HELD > 2:
-                b_c2 += b_s2
-                b_a2 += b_d2
+    for begin in range(first, last, BN):
+        o_o = begin + tl.arange(0, BN)
+        b_x = tl.load(p_s + o_o[None, :] * other_stride, mask=(o_o < num_others)[None, :], other=float("-inf"))
+        if FACTORED:
+            b_x = _power(b_x - b_centre[:, None])
+        b_ahead, b_slope = _ahead(b_x, b_centre, b_t0, MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM)
+        b_c0 += b_ahead
+        b_a0 += b_slope
+        if HELD > 1:
+            b_ahead, b_slope = _ahead(b_x, b_centre, b_t1, MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM)
+            b_c1 += b_ahead
+            b_a1 += b_slope
+        if HELD > 2:
+            b_ahead, b_slope = _ahead(b_x, b_centre, b_t2, MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM)
+            b_c2 += b_ahead
+            b_a2 += b_slope
     _add_sums(b_c0, b_a0, counts, slopes, p_out, m_m, num_rows, p, P, MODE, BM)
     if HELD > 1:
         _add_sums(b_c1, b_a1, counts, slopes, p_out, m_m, num_rows, p + 1, P, MODE, BM)
@@ -260,16 +208,26 @@ def count_list(
 
 
 @triton.jit
-def _part(p_s, other_stride, i, BN: tl.constexpr):
-    """The i-th BN scores of lists."""
-    o_o = i * BN + tl.arange(0, BN)
-    return tl.load(p_s + o_o[None, :] * other_stride)
+def _threshold(thresholds, o_r, m_m, num_rows, p, P, BM: tl.constexpr):
+    """The p-th of each query, +inf past the last."""
+    m_t = m_m & (tl.full([BM], p, tl.int32) < P)
+    return tl.load(thresholds + tl.cast(p, tl.int64) * num_rows + o_r, mask=m_t, other=float("inf"))
 
 
 @triton.jit
-def _threshold(p_t, m_m, num_rows, p, P, BM: tl.constexpr):
-    """The p-th of each query, +inf past the last."""
-    return tl.load(p_t + tl.cast(p, tl.int64) * num_rows, mask=m_m & (tl.full([BM], p, tl.int32) < P), other=float("inf"))
+def _ahead(
+    b_x, b_centre, b_t, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """How much each score of a tile is ahead of its row's threshold, and the slope (SIGMOID, BOUND)."""
+    if MODE == STEP:
+        b_ahead = (b_x >= b_t[:, None]).to(tl.int32)
+        b_slope = b_ahead
+    else:
+        b_ahead, b_slope = _soft_step(
+            b_x, b_centre[:, None], b_t[:, None], MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM
+        )  # fmt: skip
+    return b_ahead, b_slope
 
 
 @triton.jit
@@ -278,18 +236,18 @@ def _add_sums(b_c, b_a, counts, slopes, p_out, m_m, num_rows, p, P, MODE: tl.con
     m_out = m_m & (tl.full([BM], p, tl.int32) < P)
     tl.store(counts + p_out, tl.load(counts + p_out, mask=m_out, other=0) + tl.sum(b_c, 1), mask=m_out)
     if (MODE == SIGMOID) or (MODE == BOUND):  # noqa: SIM109
-        tl.store(slopes + p_out, tl.load(slopes + p_out, mask=m_out, other=0) + tl.sum(b_a, 1) * UNIT, mask=m_out)
+        tl.store(slopes + p_out, tl.load(slopes + p_out, mask=m_out, other=0) + tl.sum(b_a, 1), mask=m_out)
 
 
 @triton.jit
 def _count_soft(
     b_x, b_centre, p_t, p_c, p_a, m_m, b_from, b_until, stride, P,
     MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
-    FACTORED: tl.constexpr, ASM: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile's sum of soft steps and of their slopes to what the program has of its rows.
 
-    FACTORED: for thresholds from b_from to b_until. One at a time: the sums of several would not fit into registers.
+    FACTORED: for thresholds from b_from to b_until.
     """
     b_next = tl.load(p_t, mask=m_m, other=float("inf"))
     for p in range(P):
@@ -298,21 +256,21 @@ def _count_soft(
         b_next = tl.load(p_t, mask=m_m, other=float("inf"))
         b_count = tl.load(p_c, mask=m_m, other=0.0)
         b_slope = tl.load(p_a, mask=m_m, other=0.0)
-        b_ahead, _, _, b_steep, _, _ = _soft_steps(
-            b_x, b_centre[:, None], b_t[:, None], b_t[:, None], b_t[:, None], MODE, DELTA, SLOPE, OFFSET, FACTORED, ASM, 1
-        )
+        b_ahead, b_steep = _soft_step(
+            b_x, b_centre[:, None], b_t[:, None], MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM
+        )  # fmt: skip
         m_now = m_m & (b_t >= b_from) & (b_t < b_until) if FACTORED else m_m
         tl.store(p_c, b_count + tl.sum(b_ahead, 1), mask=m_now)
-        tl.store(p_a, b_slope + tl.sum(b_steep, 1) * UNIT, mask=m_now)
+        tl.store(p_a, b_slope + tl.sum(b_steep, 1), mask=m_now)
         p_c += stride
         p_a += stride
 
 
 @triton.jit
 def backward_tile(
-    b_g, b_s, thresholds, weights, extra, centre, reached, num_relevant, o_i, o_r, m_v, m_reached, stride, P,
+    b_g, b_s, thresholds, weights, extra, reached, num_relevant, o_i, o_r, m_v, m_reached, stride, P,
     AXIS: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
-    ASM: tl.constexpr, HELD: tl.constexpr, SIZE: tl.constexpr,
+    PRECISE: tl.constexpr, ASM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Adds to a gradient tile what the thresholds of its rows (AXIS 1) or of its columns (AXIS 0) contribute.
 
@@ -322,14 +280,9 @@ def backward_tile(
     b_extra = tl.zeros([SIZE], tl.float32)
     if (MODE != RAMP) and (MODE != GRID) and (MODE != SEARCH):
         b_extra = tl.load(extra + o_r, mask=m_v, other=0.0)
-        if P > HELD:  # only what a query of this tile has
-            P = tl.minimum(tl.max(tl.load(num_relevant + o_i, mask=m_v, other=0), 0), P)
+        P = tl.minimum(tl.max(tl.load(num_relevant + o_i, mask=m_v, other=0), 0), P)  # only what a query of this tile has
     p_t = thresholds + o_r
     p_w = weights + o_r
-    if (MODE == SIGMOID) or (MODE == BOUND):  # noqa: SIM109
-        b_t0, b_w0 = _weighted(p_t, p_w, m_v, stride, 0, P, SIZE)
-        b_t1, b_w1 = _weighted(p_t, p_w, m_v, stride, 1, P, SIZE)
-        b_t2, b_w2 = _weighted(p_t, p_w, m_v, stride, 2, P, SIZE)
     if MODE == GRID:
         b_g += look_up(b_s, thresholds, weights, o_r, m_v, P, AXIS)
     elif MODE == SEARCH:
@@ -338,23 +291,21 @@ def backward_tile(
         b_g += tl.trans(b_c)
     elif MODE == SIGMOID:
         # two calls and not one with a branch inside: either the score or its power is alive in the loop
-        if centre < float("inf"):
-            b_g = _add_soft_thresholds(
-                b_g, b_s, b_extra, b_t0, b_t1, b_t2, b_w0, b_w1, b_w2, p_t, p_w, m_v, stride, P,
-                AXIS, MODE, DELTA, SLOPE, OFFSET, True, ASM, HELD, SIZE,
+        if tl.max(b_extra, 0) < float("inf"):
+            b_g = _add_thresholds(
+                b_g, b_s, b_extra, p_t, p_w, m_v, stride, P,
+                AXIS, MODE, DELTA, SLOPE, OFFSET, True, PRECISE, ASM,
             )  # fmt: skip
         else:
-            b_g = _add_soft_thresholds(
-                b_g, b_s, b_extra, b_t0, b_t1, b_t2, b_w0, b_w1, b_w2, p_t, p_w, m_v, stride, P,
-                AXIS, MODE, DELTA, SLOPE, OFFSET, False, ASM, HELD, SIZE,
+            b_g = _add_thresholds(
+                b_g, b_s, b_extra, p_t, p_w, m_v, stride, P,
+                AXIS, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM,
             )  # fmt: skip
-    elif MODE == BOUND:
-        b_g = _add_soft_thresholds(
-            b_g, b_s, b_extra, b_t0, b_t1, b_t2, b_w0, b_w1, b_w2, p_t, p_w, m_v, stride, P,
-            AXIS, MODE, DELTA, SLOPE, OFFSET, False, ASM, HELD, SIZE,
-        )  # fmt: skip
     else:
-        b_g = _add_thresholds(b_g, b_s, b_extra, p_t, p_w, m_v, stride, P, AXIS, MODE)
+        b_g = _add_thresholds(
+            b_g, b_s, b_extra, p_t, p_w, m_v, stride, P,
+            AXIS, MODE, DELTA, SLOPE, OFFSET, False, PRECISE, ASM,
+        )  # fmt: skip
     return b_g
 
 
@@ -388,10 +339,16 @@ def _crossings(b_s, thresholds, tables, scale, reached, o_r, m_v, m_reached, P, 
 
 
 @triton.jit
-def _add_thresholds(b_g, b_s, b_extra, p_t, p_w, m_v, stride, P, AXIS: tl.constexpr, MODE: tl.constexpr):
-    """The part of `backward_tile` where each threshold is compared (STEP, RAMP)."""
+def _add_thresholds(
+    b_g, b_s, b_extra, p_t, p_w, m_v, stride, P,
+    AXIS: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
+    FACTORED: tl.constexpr, PRECISE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     NOTHING: tl.constexpr = float("inf") if MODE == STEP else 0.0
+    b_x = b_s
     b_extra = tl.expand_dims(b_extra, AXIS)
+    if FACTORED:
+        b_x = _power(b_s - b_extra)
     b_next_t = tl.load(p_t, mask=m_v, other=float("inf"))
     b_next_w = tl.load(p_w, mask=m_v, other=NOTHING)
     for p in range(P):
@@ -400,46 +357,14 @@ def _add_thresholds(b_g, b_s, b_extra, p_t, p_w, m_v, stride, P, AXIS: tl.conste
         step = stride * tl.minimum(P - 1 - p, 1)  # prefetch the next threshold
         p_w += step
         b_next_w = tl.load(p_w, mask=m_v, other=NOTHING)
-        if MODE == STEP:  # w is the perturbed threshold
+        if MODE != RAMP:
             p_t += step
             b_next_t = tl.load(p_t, mask=m_v, other=float("inf"))
+        if (MODE == SIGMOID) or (MODE == BOUND):  # noqa: SIM109
+            _, b_steep = _soft_step(b_x, b_extra, b_t, MODE, DELTA, SLOPE, OFFSET, FACTORED, PRECISE, ASM)
+            b_g += b_w * b_steep
+        elif MODE == STEP:  # w is the perturbed threshold
             b_g += ((b_w > b_s).to(tl.float32) - (b_t > b_s).to(tl.float32)) * b_extra
         else:  # w is the step of the table at this edge, edges are one apart
             b_g += tl.where(b_s > b_t - p, b_w, 0.0)
     return b_g
-
-
-@triton.jit
-def _add_soft_thresholds(
-    b_g, b_s, b_extra, b_t0, b_t1, b_t2, b_w0, b_w1, b_w2, p_t, p_w, m_v, stride, P,
-    AXIS: tl.constexpr, MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
-    FACTORED: tl.constexpr, ASM: tl.constexpr, HELD: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """The part of `backward_tile` where each threshold has a slope (SIGMOID, BOUND). The first HELD are given."""
-    b_x = b_s
-    b_extra = tl.expand_dims(b_extra, AXIS)
-    if FACTORED:
-        b_x = _exp2(b_s - b_extra, ASM)
-    for p in range(0, P, HELD):
-        _, _, _, b_d0, b_d1, b_d2 = _soft_steps(
-            b_x, b_extra, tl.expand_dims(b_t0, AXIS), tl.expand_dims(b_t1, AXIS), tl.expand_dims(b_t2, AXIS),
-            MODE, DELTA, SLOPE, OFFSET, FACTORED, ASM, HELD,
-        )  # fmt: skip
-        b_g += tl.expand_dims(b_w0, AXIS) * b_d0
-        if HELD > 1:
-            b_g += tl.expand_dims(b_w1, AXIS) * b_d1
-        if HELD > 2:
-            b_g += tl.expand_dims(b_w2, AXIS) * b_d2
-        if p + HELD < P:
-            b_t0, b_w0 = _weighted(p_t, p_w, m_v, stride, p + HELD, P, SIZE)
-            b_t1, b_w1 = _weighted(p_t, p_w, m_v, stride, p + HELD + 1, P, SIZE)
-            b_t2, b_w2 = _weighted(p_t, p_w, m_v, stride, p + HELD + 2, P, SIZE)
-    return b_g
-
-
-@triton.jit
-def _weighted(p_t, p_w, m_v, stride, p, P, SIZE: tl.constexpr):
-    """The p-th threshold of each query, +inf past the last, and its weight for slopes of `_soft_steps`."""
-    at = tl.cast(p, tl.int64) * stride
-    m_p = m_v & (tl.full([SIZE], p, tl.int32) < P)
-    return tl.load(p_t + at, mask=m_p, other=float("inf")), tl.load(p_w + at, mask=m_p, other=0.0) * UNIT

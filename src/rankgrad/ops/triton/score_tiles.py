@@ -63,29 +63,22 @@ def score_tile(
 
 @triton.jit
 def described_score_tile(
-    queries, candidates, row_bias, column_bias, alpha, m_first, n_first,
-    SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    queries, candidates, row_bias, alpha, m_first, n_first,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """`score_tile`, to the last bit, of rows from m_first and n_first on that tensor descriptors bring.
+    """`score_tile` if SPLIT, to the last bit, of rows from m_first and n_first on that tensor descriptors bring.
 
     Without addresses in registers there is space for a tile twice as wide.
     """
     b_s = tl.zeros([BM, BN], tl.float32)
-    if SPLIT:
-        b_part = tl.zeros([BM, BN], tl.float32)
-        for k in range(0, 3 * D, BK):
-            k_q, k_c = split_step(k, D)
-            b_part = tl.dot(queries.load([m_first, k_q]), candidates.load([n_first, k_c]).T, b_part)
-            if ends_sum(k + BK, D):
-                b_s += b_part
-                b_part = tl.zeros([BM, BN], tl.float32)
-    else:
-        for k in range(0, D, BK):
-            b_s = tl.dot(queries.load([m_first, k]), candidates.load([n_first, k]).T, b_s)
-    b_bias = tl.load(row_bias + m_first + tl.arange(0, BM))[:, None]
-    if SPLIT == 0:
-        b_bias += tl.load(column_bias + n_first + tl.arange(0, BN))[None, :]
-    return b_s * tl.load(alpha) + b_bias
+    b_part = tl.zeros([BM, BN], tl.float32)
+    for k in range(0, 3 * D, BK):
+        k_q, k_c = split_step(k, D)
+        b_part = tl.dot(queries.load([m_first, k_q]), candidates.load([n_first, k_c]).T, b_part)
+        if ends_sum(k + BK, D):
+            b_s += b_part
+            b_part = tl.zeros([BM, BN], tl.float32)
+    return b_s * tl.load(alpha) + tl.load(row_bias + m_first + tl.arange(0, BM))[:, None]
 
 
 @triton.jit

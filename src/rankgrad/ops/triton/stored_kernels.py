@@ -49,7 +49,7 @@ def store_kernel(
     o_m = m_first + tl.arange(0, BM)
     o_n = n_first + tl.arange(0, BN)
     if DESCRIBED:
-        b_s = described_score_tile(queries, candidates, row_bias, column_bias, alpha, m_first, n_first, SPLIT, D, BM, BN, BK)
+        b_s = described_score_tile(queries, candidates, row_bias, alpha, m_first, n_first, D, BM, BN, BK)
     else:
         b_s = score_tile(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
     # loaded after the product, which needs the registers
@@ -79,20 +79,19 @@ def tally_kernel(
     scores, num_relevant, thresholds, counts, slopes, centres,
     query_stride, other_stride, num_queries, num_others, tiles_per_split, first_row, first_in_group, num_rows, P,
     MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
-    ASM: tl.constexpr, HELD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SPLIT: tl.constexpr, ASM: tl.constexpr, HELD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Adds to counts[split, p, r] what of stored scores [num_queries, num_others], rows or columns of a block, is ahead.
 
-    A split is `tiles_per_split` times BN of the others, which are whole tiles. The list of a query is read again for every HELD
-    thresholds.
+    A split is `tiles_per_split` times BN of the others. The list of a query is read again for every HELD thresholds.
     """
     o_l = tl.program_id(0) * BM + tl.arange(0, BM)
     m_m = o_l < num_queries
     o_r = first_in_group + o_l
     i_split = tl.program_id(1)
     p_out = i_split.to(tl.int64) * P * num_rows + o_r
-    first = i_split * tiles_per_split
-    last = tl.minimum(first + tiles_per_split, num_others // BN)
+    first = i_split * tiles_per_split * BN
+    last = tl.minimum(first + tiles_per_split * BN, num_others)
     b_centre = tl.zeros([BM], tl.float32)
     if MODE == SIGMOID:
         b_centre = tl.load(centres + o_r, mask=m_m, other=0.0)
@@ -102,13 +101,13 @@ def tally_kernel(
         # two calls and not one with a branch inside: either the score or its power is alive in the loop
         if (MODE == SIGMOID) and (tl.max(b_centre, 0) < float("inf")):
             count_list(
-                p_s, other_stride, first, last, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, p, P,
-                MODE, DELTA, SLOPE, OFFSET, True, ASM, HELD, BM, BN,
+                p_s, other_stride, first, last, num_others, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows,
+                p, P, MODE, DELTA, SLOPE, OFFSET, True, SPLIT, ASM, HELD, BM, BN,
             )  # fmt: skip
         else:
             count_list(
-                p_s, other_stride, first, last, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, p, P,
-                MODE, DELTA, SLOPE, OFFSET, False, ASM, HELD, BM, BN,
+                p_s, other_stride, first, last, num_others, b_centre, thresholds, counts, slopes, o_r, p_out, m_m, num_rows,
+                p, P, MODE, DELTA, SLOPE, OFFSET, False, SPLIT, ASM, HELD, BM, BN,
             )  # fmt: skip
 
 
@@ -119,7 +118,7 @@ def gradient_kernel(
     first_row, num_rows, pass_row, pass_rows, first_column, num_columns, from_column,
     score_width, row_width, row_p, column_p,
     MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
-    SYMMETRIC: tl.constexpr, ASM: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SYMMETRIC: tl.constexpr, ASM: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Rows pass_row.. of the group of queries that begins at first_row, columns of the group that begins at first_column.
 
@@ -134,24 +133,16 @@ def gradient_kernel(
     m_n = o_c < num_columns
     b_s = tl.load(scores + o_l[:, None] * score_width + o_s[None, :])
     b_g = tl.zeros([BM, BN], tl.float32)
-    # rows that share a tile of `begin_rows` have a centre, or none has
-    at = tl.program_id(1) * BM
-    centre = 0.0
-    if MODE == SIGMOID:
-        centre = tl.load(row_extra + (pass_row - first_row + at), mask=at < pass_rows, other=0.0)
     b_g = backward_tile(
-        b_g, b_s, row_t, row_w, row_extra, centre, row_reached, num_relevant, pass_row + o_l, o_r, m_m, m_m, num_rows, row_p,
-        1, MODE, DELTA, SLOPE, OFFSET, ASM, HELD, BM,
+        b_g, b_s, row_t, row_w, row_extra, row_reached, num_relevant, pass_row + o_l, o_r, m_m, m_m, num_rows, row_p,
+        1, MODE, DELTA, SLOPE, OFFSET, SPLIT, ASM, BM,
     )  # fmt: skip
     if SYMMETRIC:
         # tiles of the pass's own square are visited from both sides, and the rows have counted there
         m_new = m_n & (o_n >= pass_row + pass_rows)
-        at = from_column - first_column + tl.program_id(0) * BN
-        if MODE == SIGMOID:
-            centre = tl.load(column_extra + at, mask=at < num_columns, other=0.0)
         b_g = backward_tile(
-            b_g, b_s, column_t, column_w, column_extra, centre, column_reached, num_relevant, o_n, o_c, m_n, m_new, num_columns,
-            column_p, 0, MODE, DELTA, SLOPE, OFFSET, ASM, HELD, BN,
+            b_g, b_s, column_t, column_w, column_extra, column_reached, num_relevant, o_n, o_c, m_n, m_new, num_columns,
+            column_p, 0, MODE, DELTA, SLOPE, OFFSET, SPLIT, ASM, BN,
         )  # fmt: skip
     p_g = o_l.to(tl.int64)[:, None] * row_width + (o_n - pass_row if SYMMETRIC else o_n)[None, :]
     b_high = b_g.to(tl.float16)

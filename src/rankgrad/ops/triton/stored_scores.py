@@ -13,10 +13,9 @@ from rankgrad.ops.triton.kernel_arguments import BackwardArgs, CountArgs
 from rankgrad.ops.triton.lowerings import Lowering
 from rankgrad.ops.triton.operands import padded
 from rankgrad.ops.triton.passes import Passes
-from rankgrad.ops.triton.ranker_kernels import SIGMOID, held
+from rankgrad.ops.triton.ranker_kernels import SIGMOID
 from rankgrad.ops.triton.stored_kernels import centre_kernel, gradient_kernel, store_kernel, tally_kernel
 from rankgrad.ops.triton.tiles import (
-    DESCRIBED_SPLIT_TILE,
     DESCRIBED_TILE,
     GRADIENT_TILE,
     SQUARE_GRADIENT_TILE,
@@ -67,10 +66,10 @@ class Block:
 SIDES = {"queries": "BM", "candidates": "BN"}
 
 
-def _descriptor(operand: Tensor, rows: int, columns: int) -> Any:
+def _descriptor(operand: Tensor, rows: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(operand, [rows, columns])
+    return TensorDescriptor.from_tensor(operand, [rows, DESCRIBED_TILE["BK"]])
 
 
 class StoredScores:
@@ -88,9 +87,9 @@ class StoredScores:
         self.ops, self.passes, self.lists, self.operands = ops, passes, lists, dict(operands)
         self.constants, self.tile = constants, tile
         self.described: dict[str, Any] = {}
-        if takes_descriptors(lists["start"].device):
-            self.tile = tile = DESCRIBED_SPLIT_TILE if constants["SPLIT"] else DESCRIBED_TILE
-            self.described = {name: _descriptor(operands[name], tile[of], tile["BK"]) for name, of in SIDES.items()}
+        if constants["SPLIT"] and takes_descriptors(lists["start"].device):
+            self.tile = DESCRIBED_TILE
+            self.described = {name: _descriptor(operands[name], DESCRIBED_TILE[of]) for name, of in SIDES.items()}
         self.memory = torch.empty(passes.rows, passes.columns, device=lists["start"].device)
 
     def blocks(self, group: int, rows: slice) -> Iterator[Block]:
@@ -150,8 +149,9 @@ class StoredScores:
             num_rows=tally.group.stop - tally.group.start,
             P=tally.args.num_thresholds,
             **self.ops.constants,
+            SPLIT=self.constants["SPLIT"],
             ASM=self.constants["ASM"],
-            HELD=held(tally.args.num_thresholds),
+            HELD=min(tally.args.num_thresholds, 3),
             **tile,
         )
 
@@ -196,7 +196,6 @@ class StoredScores:
             row_width=parts[0].shape[1],
             **(self.ops.constants | mode),
             SYMMETRIC=passes.symmetric,
-            HELD=held(max(of_group.num_thresholds for of_group in args)),
             SPLIT=self.constants["SPLIT"],
             ASM=self.constants["ASM"],
             **tile,

@@ -33,15 +33,14 @@ STORE_TILES: Tiles = (
     (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
 )
 # where operands come by tensor descriptors, which need no registers for addresses
-DESCRIBED_SPLIT_TILE = {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}
-DESCRIBED_TILE = {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3}
+DESCRIBED_TILE = {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}
 STRIPE = 16
 
 # Stored scores take little shared memory, and a thread holds few of them: sums along the queries' lists stay in a thread.
-TALLY_ROWS = {"BM": 4, "BN": TILE, "num_warps": 4}
-TALLY_COLUMNS = {"BM": TILE, "BN": 4, "num_warps": 4}
-# programs of a kernel that an H200 needs to hide the time of loads: 8 of each of its 132 multiprocessors
-PROGRAMS = 1056
+TALLY_ROWS = {"BM": 1, "BN": 1024, "num_warps": 4}
+TALLY_COLUMNS = {"BM": 32, "BN": 32, "num_warps": 4}
+# programs of these from which on their lists are not split: four for each multiprocessor of an H200
+PROGRAMS = 528
 GRADIENT_TILE = {"BM": 16, "BN": TILE, "num_warps": 4}
 SQUARE_GRADIENT_TILE = {"BM": TILE // 2, "BN": TILE // 2, "num_warps": 8}
 
@@ -66,7 +65,7 @@ def takes_descriptors(device: torch.device) -> bool:
     if device.type != "cuda" or not _has_descriptors():
         return _has_descriptors()
     properties = torch.cuda.get_device_properties(device)
-    return properties.major >= 9 and properties.shared_memory_per_block_optin >= shared_memory(DESCRIBED_SPLIT_TILE)
+    return properties.major >= 9 and properties.shared_memory_per_block_optin >= shared_memory(DESCRIBED_TILE)
 
 
 def tile_for(tiles: Tiles, device: torch.device) -> dict[str, int]:
