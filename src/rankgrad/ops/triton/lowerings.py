@@ -413,7 +413,7 @@ class HistogramLowering(Lowering[Histogram]):
 
     def backward_args(self, thresholds: None, rank_grad: tuple[Tensor, tuple[Tensor, ...]], kept: None) -> BackwardArgs:
         # the table as steps at the edges, from the lowest score up: below all edges the sum is exactly 0
-        table = rank_grad[0].t()[:-1]  # [bins, rows]
+        table = rank_grad[0][:, 1::2].flip(1).t()  # [bins, rows] between centres, from the highest score down
         steps = torch.cat((-table[:1], table[:-1] - table[1:], table[-1:]))
         top = torch.full_like(steps[0], self.ranker.high / self.ranker.width)
         return BackwardArgs(top, steps, steps, table.abs().amax())
