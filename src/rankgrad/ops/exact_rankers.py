@@ -107,11 +107,16 @@ class Blackbox(Ranker):
         key: int,
         gradient: Tensor,
         memory: TileMemory,
+        *,
+        add: bool,
     ) -> Tensor:
         perturbed, scale = rank_grad
         # a candidate's rank grows by the relevant items that pass it and shrinks by those that fall behind it
         change, reached = thresholds.crossings(perturbed, self._shifted(tile, key))
-        gradient.addcmul_(change, scale)
+        if add:
+            gradient.addcmul_(change, scale)
+        else:
+            torch.mul(change, scale, out=gradient)
         return reached
 
     def positive_backward(

@@ -55,7 +55,7 @@ class Histogram(Ranker):
         """[B, bins] cumulative histogram at every centre but the last, where all candidates are counted."""
         tile = tile.contiguous()  # scatter walks over rows, and a transposed tile is strided
         cell = memory.like(tile, "cell", torch.int64)
-        cell.copy_(tile.to(self._index_dtype))  # in one step the conversion is not vectorised
+        cell.copy_(memory.like(tile, "narrow", self._index_dtype).copy_(tile))  # in one step it is not vectorised
         size = (tile.shape[0], self.bins + 1)
         items = tile.new_zeros(size).scatter_add_(1, cell, tile.new_ones(()).expand_as(tile))
         above = tile.new_zeros(size).scatter_add_(1, cell, torch.frac(tile, out=memory.like(tile, "above")))
@@ -63,15 +63,16 @@ class Histogram(Ranker):
         return items.cumsum(dim=1).neg_().add_(tile.shape[1]).add_(above)[:, :-1].flip(1)
 
     def count_roles(self, tile: Tensor, thresholds: list[None], keys: list[int], memory: TileMemory) -> list[Tensor]:
-        """In both roles a score counts at a centre with what it is above the next one, at most 1."""
+        """In both roles a score counts at a centre with what it is above the next one; that is then cut off."""
         if len(thresholds) == 1 or self.bins > FEW_BINS:
             return super().count_roles(tile, thresholds, keys, memory)
         by_row, by_column = (tile.new_empty(self.bins, size) for size in tile.shape)
         above = memory.like(tile, "above")
         for centre in range(self.bins):
-            torch.sub(tile, self.bins - 1 - centre, out=above).clamp_(0, 1)
+            torch.ops.aten.softshrink.out(tile, self.bins - 1 - centre, out=above)
             torch.sum(above, dim=1, out=by_row[centre])
             torch.sum(above, dim=0, out=by_column[centre])
+            tile.clamp_(max=self.bins - 1 - centre)
         return [by_row.t(), by_column.t()]
 
     @property
@@ -79,9 +80,10 @@ class Histogram(Ranker):
         """Of numbers up to 2 * bins."""
         return torch.int8 if 2 * self.bins <= torch.iinfo(torch.int8).max else torch.int32
 
-    def kept_tile(self, tile: Tensor) -> Tensor:
+    def kept_tile(self, tile: Tensor, memory: TileMemory) -> Tensor:
         """An odd number between two centres, an even one on a centre."""
-        return tile.to(self._index_dtype).add_(tile.ceil().to(self._index_dtype))
+        ceil = torch.ceil(tile, out=memory.like(tile, "above"))
+        return tile.to(self._index_dtype).add_(memory.like(tile, "narrow", self._index_dtype).copy_(ceil))
 
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: None) -> Ranks:
         irrelevant = (positives.list_length - positives.num_relevant).to(counts.dtype)
@@ -122,14 +124,17 @@ class Histogram(Ranker):
         key: int,
         gradient: Tensor,
         memory: TileMemory,
+        *,
+        add: bool,
     ) -> None:
         table = rank_grad[0]
         entries = torch.arange(0, table.numel(), table.shape[1], dtype=torch.int32, device=table.device)
         index = memory.like(tile, "index", torch.int32).copy_(tile).add_(entries[:, None])
-        slope = memory.like(tile, "slope", table.dtype)
+        slope = memory.like(tile, "slope", table.dtype) if add else gradient
         flat = (each.view(-1) if index.is_contiguous() else each.t().view(-1) for each in (index, slope))
         torch.index_select(table.view(-1), 0, next(flat), out=next(flat))
-        gradient += slope
+        if add:
+            gradient += slope
 
     def positive_backward(
         self,

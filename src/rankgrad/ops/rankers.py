@@ -57,8 +57,11 @@ class Ranker(ABC):
         """
         return None, thresholds
 
-    def kept_tile(self, tile: Tensor) -> Tensor:
-        """What `tile_backward` needs of a tile as `tile_map` leaves it: kept from the forward pass where memory allows."""
+    def kept_tile(self, tile: Tensor, memory: TileMemory) -> Tensor:
+        """What `tile_backward` needs of a tile as `tile_map` leaves it: kept from the forward pass where memory allows.
+
+        Where that is not the tile itself, it is asked for before `count_roles`, which may then change the tile.
+        """
         return tile
 
     @abstractmethod
@@ -87,11 +90,11 @@ class Ranker(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def tile_backward(
-        self, tile: Tensor, thresholds: Any, rank_grad: Any, key: int, gradient: Tensor, memory: TileMemory
+        self, tile: Tensor, thresholds: Any, rank_grad: Any, key: int, gradient: Tensor, memory: TileMemory, *, add: bool
     ) -> Tensor | None:
-        """Add to `gradient` [B, Z] that of the tile's scores, before `tile_map`; the tile's part of the thresholds' gradient.
+        """Write to `gradient` [B, Z], or add to it, that of the tile's scores before `tile_map`.
 
-        The tile is what `kept_tile` returned.
+        The tile is what `kept_tile` returned. Returns the tile's part of the thresholds' gradient.
         """
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 

@@ -133,19 +133,25 @@ class Sigmoid(Ranker):
         key: int,
         gradient: Tensor,
         memory: TileMemory,
+        *,
+        add: bool,
     ) -> Tensor:
         if thresholds.tile is not None:
             slope = torch.ops.aten.sigmoid_backward(rank_grad[0][:, :, None], thresholds.tile)
-            gradient += slope.sum(dim=0)
+            torch.sum(slope, dim=0, out=gradient)  # the only tile
             d_thresholds: Tensor = slope.sum(dim=2)
             return d_thresholds.neg_().t()
         scratch, d_thresholds = memory.like(tile, "ahead"), torch.empty_like(thresholds.columns)
         weights = rank_grad[0][:, :, None].expand(-1, *tile.shape)
         ahead = self._ahead(tile, thresholds, scratch)
         for each, weight, d_threshold in zip(ahead, weights.unbind(), d_thresholds.unbind(), strict=True):
-            slope = torch.ops.aten.sigmoid_backward.grad_input(weight, each, grad_input=scratch)
-            gradient += slope
+            slope = torch.ops.aten.sigmoid_backward.grad_input(weight, each, grad_input=scratch if add else gradient)
+            if add:
+                gradient += slope
             torch.sum(slope, dim=1, out=d_threshold)
+            add = True
+        if not add:  # there are no thresholds
+            gradient.zero_()
         return d_thresholds.neg_().t()
 
     def positive_backward(
@@ -227,9 +233,19 @@ class UpperBound(Ranker):
         return weights.to(positives.scores.dtype).t().contiguous()
 
     def tile_backward(
-        self, tile: Tensor, thresholds: Thresholds, rank_grad: Tensor, key: int, gradient: Tensor, memory: TileMemory
+        self,
+        tile: Tensor,
+        thresholds: Thresholds,
+        rank_grad: Tensor,
+        key: int,
+        gradient: Tensor,
+        memory: TileMemory,
+        *,
+        add: bool,
     ) -> Tensor:
         d_thresholds = torch.zeros_like(rank_grad)
+        if not add:
+            gradient.zero_()
         for part, ahead, soft in self._compared(tile, thresholds.columns):
             slope = torch.where(ahead > self.delta, self.rho * self.tau, soft * (1 - soft)) * rank_grad[part, :, None]
             gradient += slope.sum(dim=0)

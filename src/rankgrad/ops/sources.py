@@ -217,13 +217,13 @@ class OneTileScores:
         tile_map, (self.compared,) = ops.tile_map(thresholds)
         if tile_map is not None:
             self.tile = tile_map(self.tile)
-        count = ops.count_tile(self.tile, self.compared, seed, TileMemory())
-        self.tile = ops.kept_tile(self.tile) if keep else self.tile
-        return [count]
+        memory = TileMemory()
+        tile, self.tile = self.tile, ops.kept_tile(self.tile, memory) if keep else self.tile
+        return [ops.count_tile(tile, self.compared, seed, memory)]
 
     def backward(self, ops: Ranker, thresholds: list[Any], rank_grads: list[Any], seed: int) -> list[Any]:
-        self.d_scores = torch.zeros_like(self.scores)
-        return [ops.tile_backward(self.tile, self.compared, rank_grads[0], seed, self.d_scores, TileMemory())]
+        self.d_scores = torch.empty_like(self.scores)
+        return [ops.tile_backward(self.tile, self.compared, rank_grads[0], seed, self.d_scores, TileMemory(), add=False)]
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
         r, (given,) = self.relevance, d_positives

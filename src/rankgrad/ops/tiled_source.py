@@ -48,7 +48,7 @@ class TiledSource(ABC):
 
     def __init__(self) -> None:
         self.tile_map: Callable[[list[int]], tuple[TileMap | None, list[Any]]]
-        self.kept_tile: Callable[[Tensor], Tensor]
+        self.kept_tile: Callable[[Tensor, TileMemory], Tensor]
         self.kept: dict[int, Tensor] = {}  # of tiles of the first pass what the second one will ask for
         self.bytes_left = 0
         self.counting = False
@@ -62,9 +62,9 @@ class TiledSource(ABC):
         if tile_map is not None:
             tile = tile_map(tile)
         if not self.counting:
-            return self.kept_tile(tile)
+            return self.kept_tile(tile, self.memory)
         if self.bytes_left:
-            kept = self.kept_tile(tile)
+            kept = self.kept_tile(tile, self.memory)
             if (size := kept.numel() * kept.element_size()) <= self.bytes_left:
                 self.kept[key] = kept
                 self.bytes_left -= size
@@ -106,22 +106,23 @@ class TiledSource(ABC):
         d_thresholds: list[Tensor | None] = [None] * len(self.row_blocks)
         self.counting = False
         for pair in self._tile_pairs():
-            gradient = self._zeros(pair.tiles[0], "gradient")
+            gradient = self.memory.like(pair.tiles[0].scores, "gradient", self.dtype)
             for tile in pair.tiles:
-                block = tile.block
-                # in the order of the tile's memory
-                into = gradient if tile is pair.tiles[0] else gradient.t()
-                other = into if into.stride() == tile.scores.stride() else self._zeros(tile, "other gradient")
-                part = ops.tile_backward(tile.scores, tile.thresholds, rank_grads[block], seed + tile.key, other, self.memory)
+                block, first = tile.block, tile is pair.tiles[0]
+                into = gradient if first else gradient.t()
+                # in the order of the tile's memory, which for a copy of the transpose is another one
+                same = first or into.stride() == tile.scores.stride()
+                out = into if same else self.memory.like(tile.scores, "other gradient", self.dtype)
+                add = same and not first
+                part = ops.tile_backward(
+                    tile.scores, tile.thresholds, rank_grads[block], seed + tile.key, out, self.memory, add=add
+                )
                 d_thresholds[block] = None if part is None else _sum(d_thresholds[block], part)
-                if other is not into:
-                    into += other
+                if out is not into:
+                    into += out
             self._add_grad(pair, gradient)
         self.memory = TileMemory()
         return d_thresholds
-
-    def _zeros(self, tile: Tile, name: str) -> Tensor:
-        return self.memory.like(tile.scores, name, self.dtype).zero_()
 
 
 def _sum(total: Tensor | None, part: Tensor) -> Tensor:
