@@ -1,6 +1,7 @@
 """Which calls find their relevance built ahead; what a GPU does then is in the tests of the kernels."""
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -35,10 +36,29 @@ def capture_of(labels):
     capture = object.__new__(Capture)
     capture.inputs, capture.leaf = (labels.clone(),), torch.zeros(len(labels), 2)
     capture.build_graph, capture.loss_graph, capture.known = Counted(), Counted(), Used()
-    capture.most, capture._begun = torch.tensor([3]), []
+    capture.most, capture._begun, capture.stream = torch.tensor([3]), [], torch.cuda.current_stream()
     return capture
 
 
+class Stream:
+    """A stream that lists those it waited for."""
+
+    def __init__(self):
+        self.waited = []
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Two streams; the last one is current."""
+    found = [Stream(), Stream()]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: found[-1])
+    return found
+
+
+@pytest.mark.usefixtures("streams")
 def test_what_has_begun_is_not_built_again_and_only_once():
     labels = torch.arange(4)
     capture, embeddings = capture_of(torch.zeros(4, dtype=torch.long)), torch.randn(4, 2)
@@ -53,6 +73,39 @@ def test_what_has_begun_is_not_built_again_and_only_once():
     assert capture.known.used[3:] == ["record", "synchronize"]
 
 
+def test_a_call_on_another_stream_waits_for_the_last_one(streams):
+    """Both use the same memory, and only the host knows that the last one was started."""
+    labels, embeddings = torch.arange(4), torch.randn(4, 2)
+    side, main = streams
+    capture = capture_of(labels)
+    capture.replay(embeddings, (labels,))
+    assert not main.waited
+    streams.reverse()
+    capture.replay(embeddings, (labels,))
+    capture.replay(embeddings, (labels,))
+    assert (side.waited, main.waited) == ([main], [])
+    streams.reverse()
+    capture.begin((labels,))
+    assert main.waited == [side]
+
+
+def test_an_objective_without_a_hash_is_not_captured():
+    @dataclass
+    class MeanRank:
+        scale: float = 1.0
+
+        def __call__(self, ranks):
+            return self.scale * ranks.mean(ranks.rank)
+
+    cache, scores = GraphCache(), torch.randn(4, 2)
+    config = rg.RankLoss(rg.Sigmoid(0.1), MeanRank()).config
+    for key in (config, (config, "high")):
+        assert cache.replay(key, scores, ()) is None
+        assert cache.run(key, scores, (), program=None) is None
+        assert cache.run(key, scores, (), program=None) is None
+
+
+@pytest.mark.usefixtures("streams")
 @pytest.mark.parametrize("change", ["another tensor", "written to", "a part", "none begun"])
 def test_other_labels_are_built(change):
     labels = torch.arange(8)
@@ -72,6 +125,7 @@ def test_other_labels_are_built(change):
     assert torch.equal(capture.inputs[0], given)
 
 
+@pytest.mark.usefixtures("streams")
 def test_a_call_begins_with_the_capture_that_it_will_use():
     cache, labels = GraphCache(), torch.arange(4)
     wrong, right, in_front = (capture_of(torch.zeros(n, dtype=torch.long)) for n in (5, 4, 4))

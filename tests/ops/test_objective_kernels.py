@@ -51,5 +51,25 @@ def test_what_has_no_derivative_of_its_own_is_left_to_autograd(objective):
     assert objective.with_gradient(ranks_of([3, 2], 3), ("rank",), kernels) is None
 
 
+@pytest.mark.parametrize("objective", [rg.RecallAtK((1, 2)), rg.AveragePrecision()], ids=str)
+def test_a_subclass_that_overrides_the_loss_is_left_to_autograd(objective):
+    class Doubled(type(objective)):
+        def __call__(self, ranks):
+            return 2 * super().__call__(ranks)
+
+    class Renamed(type(objective)):
+        pass
+
+    results = []
+    for kind in (type(objective), Renamed, Doubled):
+        embeddings = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
+        loss = rg.RankLoss(rg.Sigmoid(0.1), kind(**vars(objective)), backend="triton")
+        value = loss(embeddings, torch.arange(6, device=DEVICE) % 2)
+        value.backward()
+        results.append(torch.cat((value.detach()[None], embeddings.grad.flatten())))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    torch.testing.assert_close(results[2], 2 * results[0])
+
+
 def test_entries_of_any_mass_are_left_to_autograd():
     assert rg.RecallAtK((1, 2)).with_gradient(ranks_of([3, 2], 3), ("rank", "mass"), kernels) is None

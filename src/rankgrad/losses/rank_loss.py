@@ -54,7 +54,8 @@ class RankLoss(CompilableLoss):
         precision: of the kernels' scores: "high" (three float16 products, as good as float32), "fast" (one), or "auto":
             "fast" under autocast and for 16-bit embeddings, else "high". Other backends always compute in full precision.
         cuda_graphs: replay a small batch on a GPU as CUDA graphs from its second call on: the host then starts three graphs
-            and not hundreds of kernels. Each shape keeps the memory of one call until `clear_graphs()`.
+            and not hundreds of kernels. Each shape keeps the memory of one call until `clear_graphs()`. Call that also after
+            changing an attribute of your own objective, which a captured call does not notice.
         validate: check tensor contents too (finite embeddings and scores, relevance not negative), which synchronises.
         learn_tau: make the temperature of `Sigmoid` or `UpperBound` a parameter, beginning with the ranker's. Give the
             optimizer `loss.parameters()` too.

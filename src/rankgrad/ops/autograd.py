@@ -77,6 +77,17 @@ class Ranks:
 Objective = Callable[[Ranks], Tensor]
 
 
+def own_derivative(objective: Objective) -> Callable[..., tuple[Tensor, ...] | None] | None:
+    """`with_gradient` of an objective; None where it has none, or where a subclass overrides `__call__` and not that."""
+    for cls in type(objective).__mro__:
+        if "with_gradient" in vars(cls):
+            derivative: Callable[..., tuple[Tensor, ...] | None] = objective.with_gradient  # type: ignore[attr-defined]
+            return derivative
+        if "__call__" in vars(cls):
+            break
+    return None
+
+
 def at_least(values: Tensor, least: float) -> Tensor:
     """max(values, least) with slope 1 at equality, where ranks often are; the slope of `clamp` there depends on the version."""
     return torch.where(values < least, least, values)

@@ -69,6 +69,7 @@ class Capture:
 
     def __init__(self, leaf: Tensor, inputs: Inputs, widths: Widths, program: GraphProgram) -> None:
         self.widths = widths
+        self.stream = torch.cuda.current_stream()  # of the last call
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         self.leaf = leaf.detach().clone().requires_grad_()
         self.most = torch.zeros(len(widths), dtype=torch.long, pin_memory=True)  # positives of a query in the last call
@@ -92,6 +93,7 @@ class Capture:
 
     def begin(self, inputs: Inputs) -> None:
         """Build the relevance of the next call ahead of it."""
+        self._follow_last_call()
         self._build(inputs)
         # held, so that no other tensor gets their memory meanwhile
         self._begun = [(tensor, _place(tensor)) for tensor in inputs]
@@ -106,6 +108,7 @@ class Capture:
 
     def replay(self, leaf: Tensor, inputs: Inputs) -> list[int]:
         """Run a call and return its most positives of a query while the GPU is still working."""
+        self._follow_last_call()
         if self.has_begun(inputs):
             self.known.wait()  # it may have begun on another stream
         else:
@@ -116,6 +119,13 @@ class Capture:
         self.known.synchronize()
         most: list[int] = self.most.tolist()
         return most
+
+    def _follow_last_call(self) -> None:
+        """Wait for the last call if it ran on another stream, where it may still read what this one writes."""
+        stream = torch.cuda.current_stream()
+        if stream != self.stream:
+            stream.wait_stream(self.stream)
+            self.stream = stream
 
     def _build(self, inputs: Inputs) -> None:
         _copy(self.inputs, inputs)
@@ -203,7 +213,7 @@ class GraphCache:
         if outputs is not None:
             return outputs
         shaped = _shaped(key, leaf, inputs)
-        if shaped in self.refused:
+        if not _has_hash(shaped) or shaped in self.refused:
             return None
         if shaped not in self.free:
             self.free[shaped] = []
@@ -217,7 +227,10 @@ class GraphCache:
 
     def replay(self, key: Hashable, leaf: Tensor, inputs: Inputs) -> tuple[Tensor, ...] | None:
         """The same by a capture that there is already; None where there is none for these shapes and classes."""
-        free = self.free.get(_shaped(key, leaf, inputs))
+        try:
+            free = self.free.get(_shaped(key, leaf, inputs))
+        except TypeError:  # an objective without a hash, which may change between calls
+            return None
         if not free:
             return None
         capture = free.pop()
@@ -240,6 +253,15 @@ class GraphCache:
 
 def _shaped(key: Hashable, leaf: Tensor, inputs: Inputs) -> Hashable:
     return (key, *((tensor.shape, tensor.dtype, tensor.device) for tensor in (leaf, *inputs)))
+
+
+def _has_hash(key: Hashable) -> bool:
+    """Whether all parts of a key can be hashed, which their types do not tell."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def _exceeds(most: Widths, widths: Widths) -> bool:

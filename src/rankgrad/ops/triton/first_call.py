@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops.autograd import Objective, Ranks
+from rankgrad.ops.autograd import Objective, Ranks, own_derivative
 from rankgrad.ops.dry_run import dry_run
 
 _compiled: set[Hashable] = set()
@@ -30,17 +30,20 @@ class StandIn:
     """In place of an objective in a dry run, where ranks are arbitrary numbers: a sum of all that it may depend on."""
 
     graded: bool
-    with_gradient: Callable[..., Any] | None  # launches kernels, if there is one
+    derivative: Callable[..., tuple[Tensor, ...] | None] | None  # launches kernels, if there is one
 
     @classmethod
     def of(cls, objective: Objective) -> "StandIn":
-        return cls(getattr(objective, "graded", False), getattr(objective, "with_gradient", None))
+        return cls(getattr(objective, "graded", False), own_derivative(objective))
 
     def __call__(self, ranks: Ranks) -> Tensor:
         fields = [ranks.rank, ranks.positive_rank, ranks.mass, ranks.gain]
         if ranks.graded_rank is not None:
             fields.append(ranks.graded_rank)
         return torch.stack([values.sum(dim=1) for values in fields]).sum(dim=0)
+
+    def with_gradient(self, *arguments: Any) -> tuple[Tensor, ...] | None:
+        return None if self.derivative is None else self.derivative(*arguments)
 
 
 def compile_together(kinds: frozenset[Hashable], call: Callable[[], object], device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops.autograd import Objective, PositiveScores, Ranks, Upstream
+from rankgrad.ops.autograd import Objective, PositiveScores, Ranks, Upstream, own_derivative
 from rankgrad.ops.exact_rankers import Blackbox, Exact
 from rankgrad.ops.histogram_ranker import Histogram
 from rankgrad.ops.rankers import Ranker
@@ -73,7 +73,7 @@ class Lowering(ABC, Generic[R]):
         return self.ranker.graded_rank(scores, positives, positive_rank)
 
     def with_gradient(self, objective: Objective, ranks: Ranks) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        derivative = getattr(objective, "with_gradient", None)
+        derivative = own_derivative(objective)
         found = None if derivative is None else derivative(ranks, self.grad_fields, objectives)
         return None if found is None else (found[0], tuple(found[1:]))
 
