@@ -125,3 +125,12 @@ def test_collapse_is_told_once_and_only_where_it_is_one():
     detector = CollapseDetector()
     assert [detector.check(numbers) for numbers in (*measured(0.6), *measured(0.5, rank=2.0))] == [None, None]
     assert detector.check({"loss of a detector": 1.0}) is None
+
+
+def test_a_collapse_names_a_memory_inside_another_loss():
+    memory = rg.EmbeddingMemory(rg.FastAPLoss(), 1)
+    loss, (first, last) = rg.CalibratedRankLoss(memory, rg.PairCalibration()), measured(0.6, 0.004)
+    for past, named in (([], False), ([(torch.eye(4), torch.arange(4))], True)):
+        memory.past, detector = past, CollapseDetector()
+        assert detector.check(first, loss) is None
+        assert ("try --memory 0" in detector.check(last, loss)) == named

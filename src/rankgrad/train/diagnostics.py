@@ -82,9 +82,11 @@ class CollapseDetector:
         if now >= OF_FIRST * first or not (now < COLLAPSED or flat):
             return None
         self.reported = True
+        losses = loss.modules() if isinstance(loss, nn.Module) else ()  # a memory may be inside another loss
+        has_memory = any(getattr(module, "past", None) for module in losses)
         return (
             f"all embeddings fall together: the mean cosine between images is {1 - now:.4f}, it was {1 - first:.4f} at first. "
-            f"{FROM_MEMORY if getattr(loss, 'past', None) else ''}"
+            f"{FROM_MEMORY if has_memory else ''}"
             "Most often the learning rate is too high: lower --lr, add --warmup-steps, or from random weights --whiten"
         )
 
