@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from benchmarks.baselines.chunked import Formulation
 from benchmarks.baselines.dense import compiled, dense_fast_ap, dense_recall_at_k, dense_smooth_ap, loop_recall_at_k
-from benchmarks.baselines.floors import histogram_operators, sigmoid_operators, symmetric_products
+from benchmarks.baselines.floors import sigmoid_operators, symmetric_products
 from benchmarks.baselines.libraries import library_fast_ap, library_smooth_ap
 from benchmarks.baselines.sorts import sorted_rambo_ap, sorted_rambo_recall
 from benchmarks.presets import BINS
@@ -67,7 +67,6 @@ BASELINES = (
         differs="other ranks: takes rows as class by class, as many classes as members",
     ),
     Baseline("fast_ap", "dense", dense_fast_ap, lambda n, p: (3 * (BINS + 1) + 4) * n * n),
-    Baseline("fast_ap", "operators", histogram_operators, lambda n, p: ONE_TILE, differs=OPERATORS),
     Baseline("fast_ap", "dense-compiled", compiled(dense_fast_ap), lambda n, p: 6 * n * n),
     Baseline("fast_ap", "pml", library_fast_ap, lambda n, p: (4 * (BINS + 1) + 7) * n * n),
     Baseline("rambo_recall", "sorted-rows", sorted_rambo_recall, lambda n, p: 12 * n * n),

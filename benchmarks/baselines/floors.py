@@ -1,7 +1,7 @@
 """Lower bounds of a loss of a batch against itself on a CPU, in plain torch: the results mean nothing.
 
 products    a score of each pair once and one product with the gradient of all scores, 3 N^2 d operations
-operators   these, and the operators that ranks and their gradient take, on tiles that stay in the cache; relevance,
+operators   these, and the operators that sigmoid ranks and their gradient take, on tiles that stay in the cache; relevance,
             sums over tiles, the objective and the normalisation are left out
 """
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.baselines.chunked import Formulation
-from benchmarks.presets import BINS
 
 SIDE = 512
 
@@ -55,18 +54,6 @@ def _sigmoid_gradient(tiles: _Tiles) -> None:
         slope.sum(dim=1)
 
 
-def _histogram_counts(tiles: _Tiles) -> None:
-    cells = tiles.tile.long()
-    table = tiles.tile.new_zeros(len(cells), BINS + 1)
-    table.scatter_add_(1, cells, tiles.gradient)
-    table.scatter_add_(1, cells, torch.frac(tiles.tile, out=tiles.scratch))
-
-
-def _histogram_gradient(tiles: _Tiles) -> None:
-    table = tiles.tile.new_zeros(len(tiles.tile), BINS + 1)
-    torch.gather(table, 1, tiles.tile.long(), out=tiles.gradient).mul_(torch.frac(tiles.tile, out=tiles.scratch).sign_())
-
-
 class _Floor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, embeddings: Tensor, relevant: int, count: Operators, gradient: Operators) -> Tensor:
@@ -102,4 +89,3 @@ def floor(count: Operators, gradient: Operators, embeddings: Tensor, labels: Ten
 
 symmetric_products: Formulation = partial(floor, _nothing, _nothing)
 sigmoid_operators: Formulation = partial(floor, _sigmoid_counts, _sigmoid_gradient)
-histogram_operators: Formulation = partial(floor, _histogram_counts, _histogram_gradient)
