@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from rankgrad.recipes.loss_studies import CARS
-from rankgrad.recipes.rambo import CUB, MEMORY_SIZE, RECALLED
+from rankgrad.recipes.rambo import CUB, MEMORY_SIZE, OF_DATA, RECALLED
 from rankgrad.recipes.recall_at_k import SIMIX_KS, resnet
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.study import Study, Variation
@@ -25,18 +25,20 @@ PUBLISHED_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("cars-recall-at-k-simix", SIMIX),
     ("cars-recall-at-k", {}),
 )
-# a fifth of the 170 epochs, and of the epochs at which the rate falls
-RECALL_AT_K = replace(PUBLISHED, name="cars-recall-at-k-short", epochs=34, milestones=(16, 28), evaluate_every=6)
+# a seventh of the 170 epochs, and of the epochs at which the rate falls
+RECALL_AT_K = replace(PUBLISHED, name="cars-recall-at-k-short", epochs=24, milestones=(11, 20), evaluate_every=8)
 # what the published code does otherwise, and what smaller images may need; in the order of likelihood
 RECALL_AT_K_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as the recipe is", {}),
-    ("crops of at least 0.2 of the area", {"crop_scale": 0.2}),
     ("query in its own list", {"query_in_database": True}),
-    ("lr 3e-4", {"lr": 3e-4}),
     ("SiMix", SIMIX),
     ("SiMix, query in its own list", {**SIMIX, "query_in_database": True}),
-    ("crops of at least 0.4 of the area", {"crop_scale": 0.4}),
+    ("crops of at least 0.2 of the area", {"crop_scale": 0.2}),
+    ("lr 3e-4", {"lr": 3e-4}),
     ("embedding layer x 5", {"head_lr": 5.0}),
+    ("cosine schedule", {"schedule": "cosine"}),
+    ("SiMix, crops of at least 0.2 of the area", {**SIMIX, "crop_scale": 0.2}),
+    ("no weight decay", {"weight_decay": 0.0}),
 )
 # how sharp the crops are that a network trains on: the published code crops the files, and this copy's images are small
 IMAGES = replace(CARS, name="cars-images", lr=8e-5)
@@ -83,6 +85,26 @@ RAMBO_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("crops, lam 4, GeM, layer norm, batches of 392, no memory", {**CUB, "memory": 0, "batch_size": 392}),
     ("lr of the embedding layer x 1", {"head_lr": 1.0}),
 )
+# the recipe of CUB-200 with its own network, 40 of the 80 epochs
+RAMBO_RESNET50 = replace(
+    OF_DATA["cub"],
+    name="cars-rambo-resnet50",
+    data_set="cars",
+    trunk="resnet50-v1",
+    milestones=(17,),
+    epochs=40,
+    precision="bf16",
+    validation="none",
+    evaluate_every=5,
+    log_every=50,
+)
+RAMBO_RESNET50_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("as the recipe is", {}),
+    ("memory", {"memory": MEMORY_SIZE}),
+    ("lr x 4", {"lr": 2e-5}),
+    ("recalled crops, lam and pooling", {name: getattr(RECALLED["cub"], name) for name in CUB}),
+    ("lr x 4, lr of the embedding layer x 1", {"lr": 2e-5, "head_lr": 1.0}),
+)
 
 
 def _settings(name: str, base: RetrievalRecipe, lines: tuple[tuple[str, dict[str, Any]], ...]) -> Study:
@@ -95,4 +117,5 @@ STUDIES = {
     "cars-images": _settings("cars-images", IMAGES, IMAGES_LINES),
     "cars-recall-at-k": _settings("cars-recall-at-k", RECALL_AT_K, RECALL_AT_K_LINES),
     "cars-rambo": _settings("cars-rambo", RAMBO, RAMBO_LINES),
+    "cars-rambo-resnet50": _settings("cars-rambo-resnet50", RAMBO_RESNET50, RAMBO_RESNET50_LINES),
 }
