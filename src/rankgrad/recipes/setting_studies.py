@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from rankgrad.recipes.loss_studies import CARS
+from rankgrad.recipes.loss_studies import ANCHORS, CARS
 from rankgrad.recipes.rambo import CUB, MEMORY_SIZE, OF_DATA, RECALLED
 from rankgrad.recipes.recall_at_k import SIMIX_KS, resnet
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
@@ -39,6 +39,17 @@ RECALL_AT_K_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("cosine schedule", {"schedule": "cosine"}),
     ("SiMix, crops of at least 0.2 of the area", {**SIMIX, "crop_scale": 0.2}),
     ("no weight decay", {"weight_decay": 0.0}),
+)
+# rank losses and the best of the others in the pipeline of RS@k, with the crops that it prefers on these images
+RESNET50 = replace(RECALL_AT_K, name="cars-resnet50", crop_scale=0.2)
+PROXY_ANCHOR: dict[str, Any] = {"loss": "pml:ProxyAnchorLoss", "loss_lr": 100.0, "loss_args": "margin=0.1,alpha=32"}
+RESNET50_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("RecallAtKLoss + SiMix", SIMIX),
+    ("ProxyAnchorLoss", PROXY_ANCHOR),
+    # the optimizer of its own published code; the rates are the same
+    ("ProxyAnchorLoss, AdamW", {**PROXY_ANCHOR, "optimizer": "adamw", "weight_decay": 1e-4}),
+    ("SupAPLoss", {"loss": "sup-ap"}),
+    ("RecallAtKLoss + SiMix, proxy anchors", {**SIMIX, **ANCHORS, "proxy_weight": 0.1}),
 )
 # how sharp the crops are that a network trains on: the published code crops the files, and this copy's images are small
 IMAGES = replace(CARS, name="cars-images", lr=8e-5)
@@ -107,8 +118,8 @@ RAMBO_RESNET50_LINES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def _settings(name: str, base: RetrievalRecipe, lines: tuple[tuple[str, dict[str, Any]], ...]) -> Study:
-    variations = tuple(Variation("setting", label, changes) for label, changes in lines)
+def _settings(name: str, base: RetrievalRecipe, lines: tuple[tuple[str, dict[str, Any]], ...], group: str = "setting") -> Study:
+    variations = tuple(Variation(group, label, changes) for label, changes in lines)
     return Study(name, base, variations, metrics=METRICS, watches=True)
 
 
@@ -116,6 +127,7 @@ STUDIES = {
     "cars-published": _settings("cars-published", PUBLISHED, PUBLISHED_LINES),
     "cars-images": _settings("cars-images", IMAGES, IMAGES_LINES),
     "cars-recall-at-k": _settings("cars-recall-at-k", RECALL_AT_K, RECALL_AT_K_LINES),
+    "cars-resnet50": _settings("cars-resnet50", RESNET50, RESNET50_LINES, group="loss"),
     "cars-rambo": _settings("cars-rambo", RAMBO, RAMBO_LINES),
     "cars-rambo-resnet50": _settings("cars-rambo-resnet50", RAMBO_RESNET50, RAMBO_RESNET50_LINES),
 }
