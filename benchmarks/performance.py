@@ -29,6 +29,7 @@ Figures:
     million PRECISION                 seconds of a step on a million items
     cars METRIC LABEL                 percent, the mean over seeds of a line of `rankgrad study cars`
     cars-published METRIC LABEL       likewise, of `rankgrad study cars-published`
+    omniglot-losses METRIC LABEL      likewise, of `rankgrad study omniglot-losses`
 """
 
 import argparse
@@ -394,6 +395,7 @@ FIGURES: dict[str, tuple[str, Callable[..., str]]] = {
     "million": (f"million-items-{GPU}", million_seconds),
     "cars": (f"cars-{GPU}", cars),
     "cars-published": (f"cars-published-{GPU}", cars),
+    "omniglot-losses": (f"omniglot-losses-{GPU}", cars),
 }
 TABLES: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "batch-sizes": (f"kernels-{GPU}", batch_sizes),
