@@ -250,7 +250,9 @@ def _run_compiled(
     """`run` by the kernels, which are compiled in parallel before the first call of a kind."""
     from rankgrad.ops.triton.first_call import StandIn, compile_together
 
-    compile_together(kinds, lambda: run(replace(config, objective=StandIn.of(config.objective))), device)
+    stand_in = StandIn.of(config.objective)
+    kinds = frozenset((kind, stand_in.kind) for kind in kinds)
+    compile_together(kinds, lambda: run(replace(config, objective=stand_in)), device)
     return run(config)
 
 

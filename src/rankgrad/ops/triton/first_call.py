@@ -1,17 +1,20 @@
 """The first call of a loss compiles its kernels in parallel, not one after another as they are launched.
 
 A dry run of the call tells which kernels it will launch. Triton's passes, LLVM and ptxas release Python's lock, so threads
-are enough. Triton keeps compiled kernels in its cache on disk, by their source and the versions of Triton and ptxas; a later
-process only loads them.
+are enough. What Triton does once in a process, and the C functions that launch kernels, are made beside. Triton keeps all that
+it compiles in its cache on disk, by source and the versions of Triton and ptxas; a later process only loads it.
 """
 
 import contextvars
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,10 +34,12 @@ class StandIn:
 
     graded: bool
     derivative: Callable[..., tuple[Tensor, ...] | None] | None  # launches kernels, if there is one
+    kind: Hashable  # equal for objectives with the same kernels
 
     @classmethod
     def of(cls, objective: Objective) -> "StandIn":
-        return cls(getattr(objective, "graded", False), own_derivative(objective))
+        graded, derivative = getattr(objective, "graded", False), own_derivative(objective)
+        return cls(graded, derivative, (graded, None if derivative is None else type(objective)))
 
     def __call__(self, ranks: Ranks) -> Tensor:
         fields = [ranks.rank, ranks.positive_rank, ranks.mass, ranks.gain]
@@ -78,34 +83,92 @@ class Address:
 
 def _compile(call: Callable[[], object], device: torch.device) -> None:
     launches: list[partial[Any]] = []
-    begun: list[Future[Any]] = []
 
     def note(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         bare = {name: Address(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
         launches.append(partial(kernel.warmup, grid=grid, **bare))
-        if not begun:  # Triton prepares itself meanwhile
-            begun.append(pool.submit(on_device, launches[0]))
-            begun[0].add_done_callback(load)  # by the thread that has compiled it
 
     def on_device(function: Callable[[], Any]) -> Any:
         with torch.cuda.device(device):
             return function()
 
-    def load(compiled: Future[Any]) -> None:
+    def load(launcher: Future[Any] | None, compiled: Future[Any]) -> None:
+        if launcher is not None:
+            wait([launcher])
         with suppress(Exception):  # reported by the compiler, or when the kernel is launched
             on_device(lambda: compiled.result().run)
 
     with torch.cuda.device(device), ThreadPoolExecutor() as pool:
+        begun = [pool.submit(on_device, prepare) for prepare in PREPARATIONS]
         with suppress(Exception), dry_run(note):  # whatever goes wrong here goes wrong again in the call, which says so
             call()
-        if not begun:
-            return
         wait(begun)
-        # those with the most arguments take longest
-        launches.sort(key=lambda launch: -len(launch.keywords))
-        with triton.AsyncCompileMode(pool):  # on exit, raises the errors of the compiler
-            for launch in launches:
+        launchers = Launchers(lambda build: pool.submit(on_device, build))
+        with launchers, triton.AsyncCompileMode(pool):  # on exit, raises the errors of the compiler
+            for launch in longest_first(launches):
                 with suppress(Exception):
                     kernel = launch()
                     if isinstance(future := getattr(kernel, "future", None), Future):
-                        future.add_done_callback(load)
+                        # in the thread that has compiled it
+                        future.add_done_callback(partial(load, launchers.last))
+
+
+def longest_first(launches: list[partial[Any]]) -> list[partial[Any]]:
+    """Those that take longest to compile first: each kernel once, then its other variants; products, then many arguments."""
+    seen: dict[Any, Iterator[int]] = {}
+    numbered = [(next(seen.setdefault(launch.func, count())), launch) for launch in launches]
+    numbered.sort(key=lambda pair: (pair[0], "BK" not in pair[1].keywords, -len(pair[1].keywords)))
+    return [launch for _, launch in numbered]
+
+
+def _hash_triton() -> None:
+    import_module("triton.runtime.cache").triton_key()
+
+
+def _build_driver() -> None:
+    triton.runtime.driver.active.get_current_target()
+
+
+def _import_descriptors() -> None:
+    import_module("triton.experimental.gluon.nvidia.hopper")
+
+
+# what Triton does one after the other when it compiles for the first time in a process; the longest first
+PREPARATIONS = _hash_triton, _build_driver, _import_descriptors
+
+
+class Launchers:
+    """A context in which the launcher of a kernel is built while the kernel is compiled, and not after it.
+
+    Triton before 3.7 has a C function for the types of a kernel's arguments and nothing else, and finds it in its cache.
+
+    Args:
+        submit: runs a function in another thread.
+
+    Attributes:
+        last: that of the kernel that Triton was last asked to compile.
+    """
+
+    last: Future[Any] | None = None
+
+    def __init__(self, submit: Callable[[Callable[[], object]], Future[Any]]) -> None:
+        self.submit = submit
+        self._built: dict[Hashable, Future[Any]] = {}
+
+    def __enter__(self) -> None:
+        self._hook = triton.knobs.runtime.jit_cache_hook
+        if self._hook is None:
+            triton.knobs.runtime.jit_cache_hook = self._begin
+
+    def __exit__(self, *raised: object) -> None:
+        triton.knobs.runtime.jit_cache_hook = self._hook
+
+    def _begin(self, *, key: Hashable, fn: Any, compile: Mapping[str, Any], **_: Any) -> None:  # noqa: A002  Triton's name
+        kernel = id(fn.jit_function), key
+        types = compile["signature"]
+        # of a descriptor, the compiler decides what is handed over
+        if kernel not in self._built and not any(str(type_).startswith("tensordesc") for type_ in types.values()):
+            source = SimpleNamespace(fn=fn.jit_function, signature=types, constants=compile["constants"])
+            # it ends with an error, since what else a launcher knows of its kernel is not there yet
+            self._built[kernel] = self.submit(lambda: triton.runtime.driver.active.launcher_cls(source, None))
+        self.last = self._built.get(kernel)
