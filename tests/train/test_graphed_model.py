@@ -123,16 +123,44 @@ def test_gradients_are_those_of_the_plain_passes(recorder, keep):
         assert model.passes - passes == kept + 2 * (5 - kept) + repeated
 
 
-def test_gradients_are_added_to_those_that_are_there(recorder):
+@pytest.mark.parametrize(("keep", "chunk_size"), [(2, 4), (1, 0)])
+def test_gradients_are_added_to_those_that_are_there(recorder, keep, chunk_size):
     model, images, labels = problem(20)
-    step = large(model, 2)
+    step = large(model, keep, chunk_size)
     step.record(graphs_of(model), images, labels)
-    _, once = gradients_of_step(step, images, labels)
+    batches = images, images.flip(0) + 1
+    parts = [gradients_of_step(step, batch, labels)[1] for batch in batches]
+    gradients_of_step(step, batches[0], labels)
     torch.manual_seed(3)
-    step(images, labels)
+    step(batches[1], labels)
     for name, parameter in model.named_parameters():
-        if name in once:
-            torch.testing.assert_close(parameter.grad, 2 * once[name])
+        if name in parts[0]:
+            torch.testing.assert_close(parameter.grad, parts[0][name] + parts[1][name])
+
+
+class Shifts(nn.Module):
+    """Two parameters get the very gradient of the output, and a third one with other strides."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(6, 4)), nn.Parameter(torch.ones(6, 4))
+        self.turned = nn.Parameter(torch.randn(4, 6).t())
+
+    def forward(self, images):
+        return images + self.first + self.second + self.turned
+
+
+def test_what_the_graph_of_a_whole_batch_writes_can_be_changed_in_place(recorder):
+    model, images, labels = Shifts().train(), torch.randn(6, 4), torch.arange(6) // 2
+    step = large(model, "auto", chunk_size=0)
+    _, expected = gradients_of_step(step, images, labels)
+    assert step.record(graphs_of(model), images, labels) is None
+    gradients_of_step(step, images, labels)
+    assert all(parameter.grad.stride() == parameter.stride() for parameter in model.parameters())
+    for parameter in model.parameters():
+        parameter.grad *= 2
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * expected[name])
 
 
 def test_a_whole_batch_is_one_kept_chunk(recorder):

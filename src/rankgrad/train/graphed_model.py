@@ -2,13 +2,13 @@
 
 Chunks that keep their activations from the first pass have a forward and a backward graph each. All others share two graphs: a
 forward pass without gradients, and the pass that repeats it and goes back. Backward graphs add to buffers that become the
-gradients of the parameters, so a chunk costs the host a few launches.
+gradients of the parameters, so a chunk costs the host a few launches; those of a batch in one chunk are what its graph writes.
 """
 
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -98,6 +98,7 @@ class GraphedModel:
         self._repeat: _Pass | None = None
         self._parameters: list[nn.Parameter] = []
         self._sums: list[Tensor | None] = []
+        self._sums_are_written = False
         self._signature: Any = None
 
     @property
@@ -148,6 +149,7 @@ class GraphedModel:
 
     def _record(self, chunk: Tensor, kept: int, others: bool, recorder: Recorder) -> None:
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._sums_are_written = kept == 1 and not others
         torch.clear_autocast_cache()
         with torch.enable_grad(), autocast_disabled(chunk.device), warnings.catch_warnings():
             # recording happens on a stream of its own, by design
@@ -196,6 +198,9 @@ class GraphedModel:
 
     def _run_backward(self, each: _Pass) -> None:
         gradients = torch.autograd.grad(each.output, self._parameters, each.gradient, allow_unused=True)
+        if self._sums_are_written:
+            self._sums = _laid_out(gradients, self._parameters, each.gradient)
+            return
         pairs = [(total, gradient) for total, gradient in zip(self._sums, gradients, strict=True) if total is not None]
         torch._foreach_add_([total for total, _ in pairs], [gradient for _, gradient in pairs])
 
@@ -204,8 +209,12 @@ class GraphedModel:
         self._run_backward(each)
 
     def begin_step(self) -> None:
-        """Resets the gradients."""
-        torch._foreach_zero_([total for total in self._sums if total is not None])
+        """Resets the gradients; those that parameters still have from the last step are kept for them."""
+        for parameter, total in zip(self._parameters, self._sums, strict=True):
+            if total is not None and parameter.grad is total:
+                parameter.grad = total.clone()
+        if not self._sums_are_written:
+            torch._foreach_zero_([total for total in self._sums if total is not None])
 
     def forward_kept(self, index: int, chunk: Tensor) -> Tensor:
         """Embeddings of chunk `index`, which keeps its activations; valid until its next pass."""
@@ -239,6 +248,27 @@ class GraphedModel:
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             if total is not None:
                 parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+
+def _laid_out(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], given: Tensor) -> list[Tensor | None]:
+    """Gradients with the strides of their parameters, as optimizers want them, and each in memory of its own.
+
+    Args:
+        gradients: of a backward pass.
+        parameters: whose gradients they are.
+        given: the gradient of the output, which may come through unchanged.
+    """
+    used, found = {given.untyped_storage().data_ptr()}, list[Tensor | None]()
+    for gradient, parameter in zip(gradients, parameters, strict=True):
+        if gradient is None:
+            found.append(None)
+            continue
+        alike = gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype
+        if not alike or gradient.untyped_storage().data_ptr() in used:
+            gradient = torch.empty_like(parameter).copy_(gradient)  # noqa: PLW2901
+        used.add(gradient.untyped_storage().data_ptr())
+        found.append(gradient)
+    return found
 
 
 def _signature(chunk: Tensor) -> Any:

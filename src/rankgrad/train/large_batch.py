@@ -257,7 +257,8 @@ class LargeBatch:
         if value.numel() != 1:
             raise ValueError(f"LargeBatch: loss must return one value for the batch, got shape {shape_of(value)}")
         with autocast_disabled(embeddings.device):
-            (scale(value) if callable(scale) else value * scale).sum().backward()
+            scaled = scale(value) if callable(scale) else value if scale == 1 else value * scale
+            scaled.reshape(()).backward()
         return value.detach().reshape(())
 
     def _embed(self, images: Any, cut: slice, device: torch.device) -> Tensor:
