@@ -37,7 +37,9 @@ def diagnose(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
         numbers: dict[str, float] = loss.diagnose(embeddings, labels)
         return numbers
     embeddings = unit_rows(embeddings)
-    return {**in_batch(embeddings, labels, loss), **spread(embeddings)}
+    known = of_loss(labels, loss)  # before the loss is called again
+    numbers = {**in_batch(embeddings, labels, loss), **spread(embeddings)}
+    return numbers | {name: float(value) for name, value in known.items()}
 
 
 def unit_rows(embeddings: Tensor) -> Tensor:
@@ -45,19 +47,21 @@ def unit_rows(embeddings: Tensor) -> Tensor:
     return F.normalize(embeddings.detach().float(), dim=1)
 
 
-def in_batch(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
-    """The numbers of `diagnose` that need the loss or the labels, from unit embeddings."""
-    # before the loss is called again
-    skipped = skipped_queries(labels, loss)
-    labels = labels.to(embeddings.device)
-    numbers = {**batch_metrics(embeddings, labels), "skipped": float(skipped)}
+def of_loss(labels: Tensor, loss: Any) -> dict[str, float | Tensor]:
+    """The numbers of `diagnose` that the loss knows of its last call; does not synchronise."""
+    numbers: dict[str, float | Tensor] = {"skipped": skipped_queries(labels, loss)}
     for module in loss.modules() if isinstance(loss, nn.Module) else ():
         changing = getattr(module, "changing_settings", None)
         numbers |= changing() if callable(changing) else {}
-    share = pairs_with_gradient(embeddings, labels, loss)
-    if share is not None:
-        numbers["pairs_with_gradient"] = share
     return numbers
+
+
+def in_batch(embeddings: Tensor, labels: Tensor, loss: Any) -> dict[str, float]:
+    """The numbers of `diagnose` that need scores, from unit embeddings; calls the loss."""
+    labels = labels.to(embeddings.device)
+    numbers = batch_metrics(embeddings, labels)
+    share = pairs_with_gradient(embeddings, labels, loss)
+    return numbers if share is None else {**numbers, "pairs_with_gradient": share}
 
 
 # a batch that moves as a whole leaves the irrelevant items in memory behind, which have no gradient
@@ -142,14 +146,16 @@ def spread(embeddings: Tensor) -> dict[str, float]:
     return {"spread": 1 - float(mean_cosine), "effective_rank": float(rank)}
 
 
-def skipped_queries(labels: Tensor, loss: Any) -> int:
+def skipped_queries(labels: Tensor, loss: Any) -> Tensor:
     """Queries of the last batch without relevant items, as the loss counted them if it did."""
     used = getattr(loss, "used_queries", None)
     # a wrapper that is not a memory adds queries to those of the batch and counts them too
     if used is not None and (hasattr(loss, "past") or not hasattr(loss, "loss")):
-        return len(labels) - int(used)
-    counts = torch.unique(labels, return_counts=True)[1]
-    return int((counts == 1).sum())
+        return torch.as_tensor(len(labels) - used)
+    ordered = labels.sort().values
+    differs = torch.ones(len(labels) + 1, dtype=torch.bool, device=labels.device)
+    differs[1:-1] = ordered[1:] != ordered[:-1]
+    return (differs[1:] & differs[:-1]).sum()
 
 
 def _lists(embeddings: Tensor, labels: Tensor, most_queries: int) -> tuple[Tensor, Tensor]:
@@ -158,5 +164,7 @@ def _lists(embeddings: Tensor, labels: Tensor, most_queries: int) -> tuple[Tenso
     queries = max(1, min(items, most_queries, MOST_SCORES // items))
     scores = embeddings[:queries] @ embeddings.t()
     relevant = labels[:queries, None] == labels[None, :]
-    others = torch.arange(items, device=embeddings.device) != torch.arange(queries, device=embeddings.device)[:, None]
-    return scores[others].view(queries, items - 1), relevant[others].view(queries, items - 1)
+    # by their columns: a mask would synchronise
+    column, query = (torch.arange(count, device=embeddings.device) for count in (items - 1, queries))
+    others = column + (column >= query[:, None])
+    return scores.gather(1, others), relevant.gather(1, others)

@@ -273,9 +273,10 @@ class _Training:
         self.state.step, self.state.in_epoch = self.state.step + 1, position + 1
         self.epoch_loss.add(output.loss)
         self.step_log.throughput.add(len(output.labels))
-        self.step_log.write_arrived()
         if self.state.step % self.settings.log_every == 0 or self.state.step in (1, self.total):
             self.step_log.add(self.state.step, self.state.epoch_number, output)
+        else:
+            self.step_log.write_arrived()
         # on a GPU the loss is that of the step before, which has arrived: reading this one would synchronise
         rate, checked = self.recent_rate.add(len(output.labels)), self.step.guard.checked
         shown = "" if checked is None else f"loss {checked.loss:.4f}, "
