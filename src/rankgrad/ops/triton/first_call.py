@@ -6,10 +6,11 @@ it compiles in its cache on disk, by source and the versions of Triton and ptxas
 """
 
 import contextvars
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -98,19 +99,41 @@ def _compile(call: Callable[[], object], device: torch.device) -> None:
         with suppress(Exception):  # reported by the compiler, or when the kernel is launched
             on_device(lambda: compiled.result().run)
 
-    with torch.cuda.device(device), ThreadPoolExecutor() as pool:
-        begun = [pool.submit(on_device, prepare) for prepare in PREPARATIONS]
+    with (
+        torch.cuda.device(device),
+        _short_turns(),
+        ThreadPoolExecutor(BUILDERS) as builders,
+        ThreadPoolExecutor(COMPILERS) as compilers,
+    ):
+        begun = [compilers.submit(on_device, prepare) for prepare in PREPARATIONS]
         with suppress(Exception), dry_run(note):  # whatever goes wrong here goes wrong again in the call, which says so
             call()
         wait(begun)
-        launchers = Launchers(lambda build: pool.submit(on_device, build))
-        with launchers, triton.AsyncCompileMode(pool):  # on exit, raises the errors of the compiler
+        launchers = Launchers(lambda build: builders.submit(on_device, build))
+        with launchers, triton.AsyncCompileMode(compilers):  # on exit, raises the errors of the compiler
             for launch in longest_first(launches):
                 with suppress(Exception):
                     kernel = launch()
                     if isinstance(future := getattr(kernel, "future", None), Future):
-                        # in the thread that has compiled it
-                        future.add_done_callback(partial(load, launchers.last))
+                        loaded = partial(builders.submit, load, launchers.last)
+                        future.add_done_callback(loaded)
+
+
+# Kernels that are compiled at the same time. Of a dozen, two or three take as long as all others together, and Python's lock,
+# under which each begins, would hold these up.
+COMPILERS = 5
+BUILDERS = 2
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Threads that work without Python's lock get it back at once, and not after the 5 ms that another may keep it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(2e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def longest_first(launches: list[partial[Any]]) -> list[partial[Any]]:
