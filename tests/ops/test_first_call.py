@@ -221,6 +221,14 @@ def test_a_kind_of_call_is_compiled_once_and_loaded_by_other_threads(gpu):
     assert gpu.names.count("operand_kernel") == 2
 
 
+def test_another_objective_compiles_its_kernel_with_the_others(gpu):
+    embeddings, labels = batch(4)
+    for objective in (rg.AveragePrecision(), rg.RecallAtK((1, 4)), rg.AveragePrecision()):
+        rg.RankLoss(rg.Sigmoid(0.05), objective, backend="triton", precision="fast", cuda_graphs=False)(embeddings, labels)
+    assert gpu.names.count("recall_kernel") == 1
+    assert gpu.names.count("operand_kernel") == 2, "the third call is of a kind with the first"
+
+
 @pytest.mark.parametrize("failing", ["the dry run", "asking Triton"])
 def test_what_fails_before_kernels_are_compiled_does_not_stop_the_call(gpu, monkeypatch, failing):
     if failing == "the dry run":
@@ -265,7 +273,9 @@ class Driver:  # of a GPU that is not here
     def get_current_device(self): return 0
     def get_current_stream(self, device): return 0
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def launcher_cls(self, source, metadata): launchers.append((source.fn.__name__, source.signature["normalized"]))
 
+launchers = []
 driver.set_active(Driver())
 torch.cuda.device, torch.cuda.is_current_stream_capturing = lambda device: nullcontext(), lambda: False
 from rankgrad.ops.triton.operands import normalize
@@ -278,6 +288,8 @@ def listen(*, src, **_):
 knobs.compilation.listener = listen
 compile_together(frozenset({"a"}), lambda: normalize(torch.ones(4, 16, requires_grad=True)), torch.device("cuda"))
 print(*sorted(compiled))
+print(*sorted(launchers))  # each ahead, and again when its kernel is loaded
+assert knobs.runtime.jit_cache_hook is None
 """
 
 
@@ -294,7 +306,9 @@ def test_triton_compiles_them_in_threads(tmp_path):
     if not hasattr(triton, "AsyncCompileMode"):
         pytest.skip("this Triton compiles one kernel after the other")
     compiled = without_interpreter(WITHOUT_GPU, TRITON_CACHE_DIR=str(tmp_path))
-    assert compiled == "('normalize_bwd_kernel', False) ('normalize_kernel', False)"
+    kernels, launchers = compiled.splitlines()
+    assert kernels == "('normalize_bwd_kernel', False) ('normalize_kernel', False)"
+    assert launchers == " ".join(f"('{name}', '*fp32')" for name in sorted(NORMALIZE) for _ in range(2))
     assert len(list(tmp_path.rglob("*.cubin"))) == 2
 
 

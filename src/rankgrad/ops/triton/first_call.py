@@ -99,6 +99,9 @@ def _compile(call: Callable[[], object], device: torch.device) -> None:
         with suppress(Exception):  # reported by the compiler, or when the kernel is launched
             on_device(lambda: compiled.result().run)
 
+    def load_by(builders: ThreadPoolExecutor, launcher: Future[Any] | None, compiled: Future[Any]) -> None:
+        builders.submit(load, launcher, compiled)
+
     with (
         torch.cuda.device(device),
         _short_turns(),
@@ -115,8 +118,7 @@ def _compile(call: Callable[[], object], device: torch.device) -> None:
                 with suppress(Exception):
                     kernel = launch()
                     if isinstance(future := getattr(kernel, "future", None), Future):
-                        loaded = partial(builders.submit, load, launchers.last)
-                        future.add_done_callback(loaded)
+                        future.add_done_callback(partial(load_by, builders, launchers.last))
 
 
 # Kernels that are compiled at the same time. Of a dozen, two or three take as long as all others together, and Python's lock,
