@@ -33,11 +33,12 @@ def ranks_of(num_relevant, width):
     [rg.RecallAtK((1, 2, 4, 8, 16)), rg.RecallAtK((3,), tau=0.3), rg.RecallAtK((5, 1000), tau=2.0), rg.AveragePrecision()],
     ids=str,
 )
+@pytest.mark.parametrize("by", [kernels, None], ids=["kernels", "torch"])
 @pytest.mark.parametrize(("num_relevant", "width"), [([3, 0, 1, 2, 3], 3), ([1] * 9, 1), ([40, 5, 0, 37], 40)])
-def test_value_and_derivatives_are_those_of_autograd(objective, num_relevant, width):
+def test_value_and_derivatives_are_those_of_autograd(objective, by, num_relevant, width):
     by_mass = isinstance(objective, rg.AveragePrecision)
     ranks, fields = ranks_of(num_relevant, width), ("rank", "positive_rank", "mass", "gain")[: 4 if by_mass else 2]
-    losses, *found = objective.with_gradient(ranks, fields, kernels)
+    losses, *found = objective.with_gradient(ranks, fields, by)
     wide = type(ranks)(**{name: None if value is None else value.double() for name, value in vars(ranks).items()})
     wide = wide.detached(fields)
     expected = torch.where(wide.num_relevant > 0, objective(wide), 0)
@@ -51,8 +52,9 @@ def test_what_has_no_derivative_of_its_own_is_left_to_autograd(objective):
     assert objective.with_gradient(ranks_of([3, 2], 3), ("rank",), kernels) is None
 
 
+@pytest.mark.parametrize("backend", ["triton", "tiled"])
 @pytest.mark.parametrize("objective", [rg.RecallAtK((1, 2)), rg.AveragePrecision()], ids=str)
-def test_a_subclass_that_overrides_the_loss_is_left_to_autograd(objective):
+def test_a_subclass_that_overrides_the_loss_is_left_to_autograd(objective, backend):
     class Doubled(type(objective)):
         def __call__(self, ranks):
             return 2 * super().__call__(ranks)
@@ -63,7 +65,7 @@ def test_a_subclass_that_overrides_the_loss_is_left_to_autograd(objective):
     results = []
     for kind in (type(objective), Renamed, Doubled):
         embeddings = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
-        loss = rg.RankLoss(rg.Sigmoid(0.1), kind(**vars(objective)), backend="triton")
+        loss = rg.RankLoss(rg.Sigmoid(0.1), kind(**vars(objective)), backend=backend)
         value = loss(embeddings, torch.arange(6, device=DEVICE) % 2)
         value.backward()
         results.append(torch.cat((value.detach()[None], embeddings.grad.flatten())))

@@ -40,23 +40,42 @@ class RecallAtK:
         object.__setattr__(self, "ks", tuple(ks))
         object.__setattr__(self, "tau", tau)
 
-    def __call__(self, ranks: Ranks) -> Tensor:
-        if ranks.rank.is_cuda:  # without a copy from the host, so that the loss can be captured in a graph
-            cut = torch.cat([torch.arange(k, k + 1, dtype=ranks.rank.dtype, device=ranks.rank.device) for k in self.ks])
+    def _cuts(self, like: Tensor) -> Tensor:
+        """[K, 1, 1]."""
+        if like.is_cuda:  # without a copy from the host, so that the loss can be captured in a graph
+            cuts = torch.cat([torch.arange(k, k + 1, dtype=like.dtype, device=like.device) for k in self.ks])
         else:
-            cut = ranks.rank.new_tensor(self.ks)
-        cut = cut[:, None, None]  # [K, 1, 1]
+            cuts = like.new_tensor(self.ks)
+        return cuts[:, None, None]
+
+    def __call__(self, ranks: Ranks) -> Tensor:
+        cut = self._cuts(ranks.rank)
         within = (ranks.mass * torch.sigmoid((cut - ranks.rank) / self.tau)).sum(dim=2)  # [K, B]
         reachable = torch.minimum(ranks.num_relevant.clamp(min=1), cut[:, 0])
         return 1 - (within / reachable).clamp(max=1).mean(dim=0)
 
     def with_gradient(self, ranks: Ranks, fields: Sequence[str], kernels: Any) -> tuple[Tensor, ...] | None:
-        """Losses, 0 where there is no positive, and derivatives by `fields`, in one kernel; None where it is not for them."""
-        found = None if "mass" in fields else kernels.recall_at_k(ranks, self.ks, self.tau)
+        """Losses, 0 where there is no positive, and derivatives by `fields`, by a kernel if any; None where it is not for them."""
+        if "mass" in fields:
+            return None
+        found = self._by_torch(ranks) if kernels is None else kernels.recall_at_k(ranks, self.ks, self.tau)
         if found is None:
             return None
         losses, d_rank = found
         return losses, *(d_rank if name == "rank" else torch.zeros_like(d_rank) for name in fields)
+
+    def _by_torch(self, ranks: Ranks) -> tuple[Tensor, Tensor]:
+        """[B] losses and [B, E] their derivative by the ranks, in half the steps of autograd."""
+        cut, has_any = self._cuts(ranks.rank), ranks.num_relevant > 0
+        inside = torch.sub(cut, ranks.rank).div_(self.tau)  # [K, B, E]
+        within = inside.sigmoid()
+        reachable = torch.minimum(ranks.num_relevant.clamp(min=1), cut[:, 0])
+        recall = (ranks.mass * within).sum(dim=2).div_(reachable)  # [K, B]
+        # what is cut at 1 has no slope
+        share = (recall <= 1).div(reachable).mul_(1 / (self.tau * len(self.ks)))
+        slope = inside.neg_().sigmoid_().mul_(within).mul_(share[:, :, None])  # 1 - within would lose digits
+        losses = torch.where(has_any, 1 - recall.clamp_(max=1).mean(dim=0), 0)
+        return losses, slope.sum(dim=0).mul_(ranks.mass)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,11 @@ from rankgrad.ops.tile_memory import TileMemory
 # Rank at a bin centre that no candidate has reached, where mass and rank among the positives are 0.
 SMALLEST_RANK = 1e-30
 
-# Up to here passes over a tile for each bin, which serve both of its roles, beat a scatter for each role; measured on a CPU.
+# Up to here a pass over a tile for each bin, which serves both of its roles, beats a scatter for each role; measured on a CPU.
 FEW_BINS = 14
+
+# Bins of all scores of a tile that are made at once, which takes the fewest operations: 2**18 float32 are 1 MiB.
+ALL_AT_ONCE = 2**18
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class Histogram(Ranker):
 
     def count_tile(self, tile: Tensor, thresholds: None, key: int, memory: TileMemory) -> Tensor:
         """[B, bins] cumulative histogram at every centre but the last, where all candidates are counted."""
+        if self.bins * tile.numel() <= ALL_AT_ONCE:
+            below = torch.arange(self.bins - 1, -1, -1, dtype=tile.dtype, device=tile.device)[:, None, None]
+            return (tile - below).clamp_(0, 1).sum(dim=2).t()
+        if self.bins <= FEW_BINS:
+            return self._cut_off(tile, [1], memory)[0]
         tile = tile.contiguous()  # scatter walks over rows, and a transposed tile is strided
         cell = memory.like(tile, "cell", torch.int64)
         cell.copy_(memory.like(tile, "narrow", self._index_dtype).copy_(tile))  # in one step it is not vectorised
@@ -63,17 +71,19 @@ class Histogram(Ranker):
         return items.cumsum(dim=1).neg_().add_(tile.shape[1]).add_(above)[:, :-1].flip(1)
 
     def count_roles(self, tile: Tensor, thresholds: list[None], keys: list[int], memory: TileMemory) -> list[Tensor]:
-        """In both roles a score counts at a centre with what it is above the next one; that is then cut off."""
         if len(thresholds) == 1 or self.bins > FEW_BINS:
             return super().count_roles(tile, thresholds, keys, memory)
-        by_row, by_column = (tile.new_empty(self.bins, size) for size in tile.shape)
+        return self._cut_off(tile, [1, 0], memory)
+
+    def _cut_off(self, tile: Tensor, dims: list[int], memory: TileMemory) -> list[Tensor]:
+        """For each dimension that is summed over [B, bins] what scores have above a centre and not above the next one up."""
+        sums = [tile.new_zeros(self.bins + 1, tile.shape[1 - dim]) for dim in dims]
         above = memory.like(tile, "above")
         for centre in range(self.bins):
             torch.ops.aten.softshrink.out(tile, self.bins - 1 - centre, out=above)
-            torch.sum(above, dim=1, out=by_row[centre])
-            torch.sum(above, dim=0, out=by_column[centre])
-            tile.clamp_(max=self.bins - 1 - centre)
-        return [by_row.t(), by_column.t()]
+            for dim, total in zip(dims, sums, strict=True):
+                torch.sum(above, dim=dim, out=total[centre + 1])
+        return [total.diff(dim=0).t() for total in sums]
 
     @property
     def _index_dtype(self) -> torch.dtype:
@@ -128,11 +138,13 @@ class Histogram(Ranker):
         add: bool,
     ) -> None:
         table = rank_grad[0]
-        entries = torch.arange(0, table.numel(), table.shape[1], dtype=torch.int32, device=table.device)
-        index = memory.like(tile, "index", torch.int32).copy_(tile).add_(entries[:, None])
         slope = memory.like(tile, "slope", table.dtype) if add else gradient
-        flat = (each.view(-1) if index.is_contiguous() else each.t().view(-1) for each in (index, slope))
-        torch.index_select(table.view(-1), 0, next(flat), out=next(flat))
+        if tile.is_contiguous():
+            torch.gather(table, 1, memory.like(tile, "index", torch.int64).copy_(tile), out=slope)
+        else:  # in the order of memory, in which a gather would be slower
+            entries = torch.arange(0, table.numel(), table.shape[1], dtype=torch.int32, device=table.device)
+            index = memory.like(tile, "narrow index", torch.int32).copy_(tile).add_(entries[:, None])
+            torch.index_select(table.view(-1), 0, index.t().view(-1), out=slope.t().view(-1))
         if add:
             gradient += slope
 

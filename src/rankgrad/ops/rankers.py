@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rankgrad.ops.autograd import GRAD_FIELDS, Objective, PositiveScores, Ranks, Upstream
+from rankgrad.ops.autograd import GRAD_FIELDS, Objective, PositiveScores, Ranks, Upstream, own_derivative
 from rankgrad.ops.graded_ranks import exact_graded_rank
 from rankgrad.ops.tile_memory import TileMemory
 
@@ -83,7 +83,9 @@ class Ranker(ABC):
 
     def with_gradient(self, objective: Objective, ranks: Ranks) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """See `RankOps`."""
-        return None
+        derivative = own_derivative(objective)
+        found = None if derivative is None else derivative(ranks, self.grad_fields, None)
+        return None if found is None else (found[0], tuple(found[1:]))
 
     def rank_gradient(self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: Any, upstream: Upstream) -> Any:
         """From d(loss of a query) / d(grad_fields) to what `tile_backward` needs."""
