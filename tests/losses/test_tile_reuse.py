@@ -5,7 +5,7 @@ import torch
 from losses.combinations import RANKERS
 
 import rankgrad
-from rankgrad.ops import sources, tile_layout, tiled_source
+from rankgrad.ops import histogram_ranker, sources, tile_layout, tiled_source
 from rankgrad.ops.autograd import PositiveScores
 from rankgrad.ops.labels import Labels
 from rankgrad.ops.tile_memory import TileMemory
@@ -90,6 +90,34 @@ def test_a_second_backward_computes_tiles_again(ranker):
     value = loss(leaf, labels)
     first, second = (torch.autograd.grad(value, leaf, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
+
+
+@each_ranker
+@pytest.mark.parametrize("most", [0, 2, 16])
+def test_positives_in_tiles_on_the_diagonal(ranker, most, monkeypatch):
+    """Some classes end with a row block, some are too large for that; of some row blocks the tile does not stay."""
+    monkeypatch.setattr(tile_layout, "OWN_TILES", most)
+    layouts, layout_of = [], tile_layout.TileLayout.of
+    monkeypatch.setattr(tile_layout.TileLayout, "of", lambda *args: layouts.append(layout_of(*args)) or layouts[-1])
+    made = []
+    monkeypatch.setattr(tiled_source.TiledSource, "__init__", _recording(tiled_source.TiledSource.__init__, made))
+    embeddings, labels = batch(items=150)
+    labels[:60] = labels[:60] // 4 * 4  # a few classes of many items
+    objective = rankgrad.AveragePrecision()
+    wanted, found = (
+        value_and_gradient(rankgrad.RankLoss(RANKERS[ranker][0], objective, backend=backend), embeddings.double(), labels)
+        for backend in ("reference", "tiled")
+    )
+    assert abs(found[0] - wanted[0]) < 1e-9
+    assert (found[1] - wanted[1]).norm() <= 1e-9 * wanted[1].norm()
+    (layout,), (source,) = layouts, made
+    assert sum(layout.own) <= most
+    assert not all(layout.own)
+    assert any(layout.own) == bool(most)
+    assert [rows.start for rows in layout.row_blocks[1:]] == [rows.stop for rows in layout.row_blocks[:-1]]
+    assert max(rows.stop - rows.start for rows in layout.row_blocks) <= 16 + 16 // 4
+    assert not source.own_scores
+    assert not source.own_grads
 
 
 @pytest.mark.parametrize("dim", [2, 12])
@@ -177,8 +205,10 @@ def test_a_few_hidden_scores_are_those_that_a_mask_would_hide(in_batch, rank_sel
 
 @pytest.mark.parametrize("bins", [1, 10, 70])
 @pytest.mark.parametrize("roles", [1, 2])
-def test_a_histogram_counts_a_tile_in_each_role(bins, roles):
+@pytest.mark.parametrize("at_once", [0, 2**20])
+def test_a_histogram_counts_a_tile_in_each_role(bins, roles, at_once, monkeypatch):
     """By whichever way is fast for so many bins; scores at both ends, on a centre, hidden, out of range."""
+    monkeypatch.setattr(histogram_ranker, "ALL_AT_ONCE", at_once)
     ranker = rankgrad.Histogram(bins)
     scores = torch.rand(40, 56, generator=torch.Generator().manual_seed(1)) * 2.2 - 1.1
     scores[3, :5] = torch.tensor([1.0, -1.0, 0.0, -torch.inf, 5.0])

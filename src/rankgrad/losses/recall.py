@@ -55,7 +55,7 @@ class RecallAtK:
         return 1 - (within / reachable).clamp(max=1).mean(dim=0)
 
     def with_gradient(self, ranks: Ranks, fields: Sequence[str], kernels: Any) -> tuple[Tensor, ...] | None:
-        """Losses, 0 where there is no positive, and derivatives by `fields`, by a kernel if any; None where it is not for them."""
+        """Losses, 0 where there is no positive, and derivatives by `fields`; None where it is not for them."""
         if "mass" in fields:
             return None
         found = self._by_torch(ranks) if kernels is None else kernels.recall_at_k(ranks, self.ks, self.tau)

@@ -302,6 +302,14 @@ class IntervalRelevance:
         low, high = low.masked_fill(nowhere, len(self.candidate_order)), high.masked_fill(nowhere, 0)
         return block_extents(self.num_relevant, low, high, blocks)
 
+    def class_blocks(self, size: int) -> list[slice]:
+        """A batch against itself in about equal blocks, which end where a class does unless it is large."""
+        at = torch.arange(size, len(self.start), size, device=self.start.device)
+        start, stop = self.start[at], self.stop[at]
+        nearest = torch.where(at - start <= stop - at, start, stop)
+        ends = torch.where(stop - start <= size // 4, nearest, at).unique_consecutive().tolist()
+        return [slice(*ends) for ends in zip([0, *ends], [*ends, len(self.start)], strict=True)]
+
 
 def _sorted_sizes(size: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Sizes of classes, at most `most`, in ascending order and where they come from. A GPU sorts few bits in few passes."""

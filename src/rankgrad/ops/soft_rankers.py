@@ -12,7 +12,7 @@ from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
 from rankgrad.ops.exact_rankers import proper_ranks
 from rankgrad.ops.graded_ranks import sigmoid_graded_rank
 from rankgrad.ops.rankers import Ranker, TileMap
-from rankgrad.ops.thresholds import SigmoidThresholds, Thresholds
+from rankgrad.ops.thresholds import SigmoidThresholds, Thresholds, smallest_step
 from rankgrad.ops.tile_memory import TileMemory
 
 # Thresholds of a batch of one tile that are compared all at once: for a small batch few operations matter, else the cache.
@@ -65,8 +65,8 @@ class Sigmoid(Ranker):
         return exponentials_, [replace(t, exponentials=exponentials_(c)) for t, c in zip(thresholds, columns_of, strict=True)]
 
     def _steps_(self, differences: Tensor) -> Tensor:
-        """In place their sigmoids, none below `_least`."""
-        return differences.mul_(1 / self.tau).clamp_(min=math.log(_least(differences))).sigmoid_()
+        """In place their sigmoids, none below `smallest_step`."""
+        return differences.mul_(1 / self.tau).clamp_(min=math.log(smallest_step(differences))).sigmoid_()
 
     def _ahead(self, tile: Tensor, thresholds: SigmoidThresholds, out: Tensor) -> Iterator[Tensor]:
         """Sigmoids of a tile less each threshold, one after another in the same memory."""
@@ -74,8 +74,7 @@ class Sigmoid(Ranker):
             for each in thresholds.columns[:, :, None].unbind():
                 yield self._steps_(torch.sub(tile, each, out=out))
         else:
-            largest = thresholds.exponentials / _least(tile)
-            for each, most in zip(thresholds.exponentials.unbind(), largest.unbind(), strict=True):
+            for each, most in thresholds.bounds:
                 yield torch.div(each, torch.minimum(tile, most, out=out).add_(each), out=out)
 
     def count_tile(self, tile: Tensor, thresholds: SigmoidThresholds, key: int, memory: TileMemory) -> Tensor:
@@ -89,7 +88,7 @@ class Sigmoid(Ranker):
             return counts.t()
         four = tile.new_tensor(4.0)
         # what all terms of a sum share is taken out of it, but for so much that no term is subnormal
-        for each, count in zip(thresholds.exponentials.unbind(), counts.unbind(), strict=True):
+        for (each, _), count in zip(thresholds.bounds, counts.unbind(), strict=True):
             torch.sum(torch.div(four, torch.add(tile, each, out=scratch), out=scratch), dim=1, out=count)
         return counts.mul_(thresholds.exponentials[:, :, 0] / four).t()
 
@@ -263,11 +262,6 @@ class UpperBound(Ranker):
     ) -> Tensor:
         assert d_thresholds is not None, "every tile adds to the thresholds' gradient"
         return d_thresholds
-
-
-def _least(like: Tensor) -> float:
-    """A sigmoid too small to change a sum with 1, whose product with a weight is not subnormal, see `_without_negligible`."""
-    return torch.finfo(like.dtype).eps ** 2
 
 
 def _without_negligible(weights: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from rankgrad.ops.masks import MaskRelevance
 from rankgrad.ops.pair_relevance import PairRelevance
 from rankgrad.ops.rankers import Ranker
 from rankgrad.ops.relevance import TileRelevance
-from rankgrad.ops.tile_layout import TileLayout, length, list_column_blocks, list_row_blocks
+from rankgrad.ops.tile_layout import PositiveBlock, TileLayout, length, list_column_blocks, list_row_blocks
 from rankgrad.ops.tile_memory import TileMemory
 from rankgrad.ops.tile_rows import TileRows
 from rankgrad.ops.tiled_source import Tile, TiledSource, TilePair
@@ -41,6 +41,12 @@ def _within(outer: slice, inner: slice) -> slice:
     return slice(inner.start - outer.start, inner.stop - outer.start)
 
 
+def _at(columns: Tensor, block: slice) -> Tensor:
+    """Where columns are in a block, clamped to it for the sake of padding."""
+    start: int = block.start
+    return (columns - start).clamp_(0, length(block) - 1)
+
+
 class EmbeddingScores(TiledSource):
     """Scores are dot products. With one set of rows in both roles a product serves a tile and its transpose."""
 
@@ -51,21 +57,18 @@ class EmbeddingScores(TiledSource):
         self.query_order = layout.relevance.query_order
         self.symmetric = queries is candidates
         self.dtype = queries.dtype
+        self.own_scores: dict[int, Tensor] = {}  # by row block its scores with itself, until its tile is counted
+        self.own_grads: dict[int, Tensor] = {}  # and their gradient, until that of the positives is there
 
     def positives(self, block: int) -> PositiveScores:
         rows = self.layout.row_blocks[block]
         columns, valid = self.relevance.positives(rows, self.layout.extents[block][0])
         queries = self.queries.read(rows)
-        scores = queries.new_full(columns.shape, torch.inf)
-        for of_block in self.layout.positive_blocks[block]:
-            local = _within(rows, of_block.rows)
-            products = queries.new_empty(length(local), of_block.width)
-            for some, interval in of_block.parts:
-                candidates, out = self.candidates.read(interval), products[_within(of_block.rows, some)]
-                torch.mm(queries[_within(rows, some)], candidates.t(), out=out[:, : len(candidates)])
-            offsets, inside = of_block.offsets(columns[local])
-            found = products.gather(1, offsets)
-            scores[local] = found if inside is None else torch.where(inside, found, scores[local])
+        if self._is_own(block):
+            self.own_scores[block] = queries @ queries.t()
+            scores = self.own_scores[block].gather(1, _at(columns, rows))
+        else:
+            scores = self._scores_of(columns, rows, queries, self.layout.positive_blocks[block])
         scores.masked_fill_(~valid, torch.inf)
         num_candidates, gains = len(self.relevance.candidate_order), self.relevance.gains(rows, columns.shape[1])
         return PositiveScores(
@@ -76,6 +79,24 @@ class EmbeddingScores(TiledSource):
             list_length=self.relevance.list_length[rows],
             rank_dtype=torch.float64 if num_candidates > EXACT_FLOAT32 else scores.dtype,
         )
+
+    def _is_own(self, block: int) -> bool:
+        """Whether all positives of a row block are in a tile that is visited anyway, the one on the diagonal."""
+        return self.symmetric and self.layout.own[block]
+
+    def _scores_of(self, columns: Tensor, rows: slice, queries: Tensor, blocks: list[PositiveBlock]) -> Tensor:
+        """[B, P] scores of a row block's positives, of products that are made for them."""
+        scores = queries.new_full(columns.shape, torch.inf)
+        for of_block in blocks:
+            local = _within(rows, of_block.rows)
+            products = queries.new_empty(length(local), of_block.width)
+            for some, interval in of_block.parts:
+                candidates, out = self.candidates.read(interval), products[_within(of_block.rows, some)]
+                torch.mm(queries[_within(rows, some)], candidates.t(), out=out[:, : len(candidates)])
+            offsets, inside = of_block.offsets(columns[local])
+            found = products.gather(1, offsets)
+            scores[local] = found if inside is None else torch.where(inside, found, scores[local])
+        return scores
 
     def _tile_pairs(self) -> Iterator[TilePair]:
         for i, rows in enumerate(self.layout.row_blocks):
@@ -90,7 +111,9 @@ class EmbeddingScores(TiledSource):
         stride = max(len(self.layout.row_blocks), len(self.layout.column_blocks))
         keys = [block * stride + other for block, other in zip(blocks, (z, i), strict=False)]
         tile_map, compared = self.tile_map(blocks)
-        product = cache(partial(self._product, queries, candidates))  # at most once, and not at all where the tiles are kept
+        product = cache(
+            partial(self._product, i, z, queries, candidates)
+        )  # at most once, and not at all where the tiles are kept
         transposed = None
         if self.symmetric and i != z and not self.relevance.symmetric:  # hides other scores
             copy = partial(torch.clone, memory_format=torch.contiguous_format)
@@ -100,7 +123,9 @@ class EmbeddingScores(TiledSource):
         tiles = [Tile(*tile) for tile in zip(both, blocks, keys, compared, strict=False)]
         return TilePair(tiles, rows, columns, transposed is None, queries, candidates)
 
-    def _product(self, queries: Tensor, candidates: Tensor) -> Tensor:
+    def _product(self, i: int, z: int, queries: Tensor, candidates: Tensor) -> Tensor:
+        if i == z and i in self.own_scores:
+            return self.own_scores.pop(i)
         shape = len(queries), len(candidates)
         return torch.mm(queries, candidates.t(), out=self.memory.empty("scores", shape, self.dtype, queries.device))
 
@@ -121,6 +146,10 @@ class EmbeddingScores(TiledSource):
         return super().backward(ops, thresholds, rank_grads, seed)
 
     def _add_grad(self, pair: TilePair, gradient: Tensor) -> None:
+        if len(pair.tiles) == 1 and self._is_own(pair.tiles[0].block):
+            self.own_grads[pair.tiles[0].block] = gradient
+            self.memory.forget("gradient")
+            return
         self._add_products(pair.rows, pair.columns, without_subnormal_(gradient), pair.queries, pair.candidates)
 
     def _add_products(self, rows: slice, columns: slice, gradient: Tensor, queries: Tensor, candidates: Tensor) -> None:
@@ -151,6 +180,10 @@ class EmbeddingScores(TiledSource):
         for block, (rows, d_scores) in enumerate(zip(self.layout.row_blocks, d_positives, strict=True)):
             columns, valid = self.relevance.positives(rows, self.layout.extents[block][0])
             queries, values = self.queries.read(rows), d_scores.masked_fill(~valid, 0)
+            if self._is_own(block):
+                gradient = self.own_grads.pop(block).scatter_add_(1, _at(columns, rows), values)
+                self._add_products(rows, rows, without_subnormal_(gradient), queries, queries)
+                continue
             for of_block in self.layout.positive_blocks[block]:
                 local = _within(rows, of_block.rows)
                 offsets, inside = of_block.offsets(columns[local])

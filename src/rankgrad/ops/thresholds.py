@@ -281,6 +281,11 @@ def _positions(tile: Tensor, *sets: Thresholds) -> Iterator[tuple[slice, list[Te
         yield columns, [position.view(scores.shape) for position in positions]
 
 
+def smallest_step(like: Tensor) -> float:
+    """A sigmoid too small to change a sum with 1, whose product with a weight is not subnormal unless that is negligible."""
+    return torch.finfo(like.dtype).eps ** 2
+
+
 @dataclass
 class SigmoidThresholds:
     """The scores of the positives, and for a batch of one tile the comparisons, kept for the backward pass."""
@@ -290,6 +295,14 @@ class SigmoidThresholds:
     exponentials: Tensor | None = None  # [P, B, 1] e^-threshold, where tiles hold e^-score
     tile: Tensor | None = None  # [P, B, Z] comparisons with the tile
     among: Tensor | None = None  # [B, P, P] of the positives with each other
+
+    @cached_property
+    def bounds(self) -> list[tuple[Tensor, Tensor]]:
+        """Each threshold's e^-threshold [B, 1], and the largest e^-score that it is compared with: its sigmoid is eps**2."""
+        assert self.exponentials is not None, "tiles hold scores"
+        return list(
+            zip(self.exponentials.unbind(), (self.exponentials / smallest_step(self.exponentials)).unbind(), strict=True)
+        )
 
     @cached_property
     def extent(self) -> tuple[float, float]:

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rankgrad.ops.labels import IntervalRelevance
 from rankgrad.ops.pair_relevance import PairRelevance
 from rankgrad.ops.relevance import EngineRelevance
 
 # Most columns of a tile of given scores.
 WIDEST_TILE = 2**22
+
+# Row blocks of a batch against itself whose tile on the diagonal stays in memory, 16 MiB of float32 on a CPU.
+OWN_TILES = 16
 
 
 def tile_side(device: torch.device) -> int:
@@ -80,7 +84,8 @@ class TileLayout:
     row_blocks: list[slice]
     column_blocks: list[slice]
     extents: list[tuple[int, int, int]]  # per row block: most positives of a query, and the columns where `hide_` matters
-    positive_blocks: list[list[PositiveBlock]]  # per row block: where the positives are, more finely
+    positive_blocks: list[list[PositiveBlock]]  # per row block that is not `own`: where the positives are, more finely
+    own: list[bool]  # per row block of a batch against itself: whether its tile on the diagonal holds all positives, and stays
 
     @classmethod
     def of(cls, relevance: EngineRelevance, device: torch.device) -> "TileLayout":
@@ -94,11 +99,21 @@ class TileLayout:
                 [PositiveBlock([(rows, each)], whole) for each in column_blocks if each.stop > first and each.start < last]
                 for rows, (_, first, last) in zip(row_blocks, extents_of_pairs, strict=True)
             ]
-            return cls(relevance.to(device), row_blocks, column_blocks, extents_of_pairs, tiles)
-        fine = [split(rows.stop, max(side // 8, 1), rows.start) for rows in row_blocks]
+            return cls(relevance.to(device), row_blocks, column_blocks, extents_of_pairs, tiles, [False] * len(tiles))
+        in_batch = isinstance(relevance, IntervalRelevance) and relevance.query_order is relevance.candidate_order
+        if isinstance(relevance, IntervalRelevance) and in_batch:
+            row_blocks = column_blocks = relevance.class_blocks(side)
         # read where the labels are: with labels on the host a GPU is not synchronised
-        extents = iter(relevance.extents([*row_blocks, *(rows for of_block in fine for rows in of_block)]))
-        coarse = [next(extents) for _ in row_blocks]
+        coarse = relevance.extents(row_blocks)
+        own = [
+            in_batch and block < OWN_TILES and rows.start <= first and last <= rows.stop
+            for block, (rows, (_, first, last)) in enumerate(zip(row_blocks, coarse, strict=True))
+        ]
+        fine = [
+            [] if is_own else split(rows.stop, max(side // 8, 1), rows.start)
+            for rows, is_own in zip(row_blocks, own, strict=True)
+        ]
+        extents = iter(relevance.extents([rows for of_block in fine for rows in of_block]) if any(fine) else ())
         positive_blocks = []
         for of_block in fine:
             parts = [(rows, slice(first, last)) for rows, (width, first, last) in zip(of_block, extents, strict=False) if width]
@@ -107,4 +122,4 @@ class TileLayout:
             else:
                 pieces = [(rows, piece) for rows, columns in parts for piece in split(columns.stop, side, columns.start)]
                 positive_blocks.append([PositiveBlock([piece], holds_all=piece in parts) for piece in pieces])
-        return cls(relevance.to(device), row_blocks, column_blocks, coarse, positive_blocks)
+        return cls(relevance.to(device), row_blocks, column_blocks, coarse, positive_blocks, own)

@@ -5,6 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rankgrad.ops.relevance import inverse_order
+
 
 class TileRows(Protocol):
     """Embeddings in class order, read by slices; gradients are added by slices."""
@@ -48,7 +50,7 @@ class DenseRows:
         self.gradient[rows].addmm_(left, right)
 
     def base_grad(self) -> Tensor:
-        return torch.empty_like(self.gradient).index_copy_(0, self.order, self.gradient)
+        return self.gradient.index_select(0, inverse_order(self.order))
 
 
 class MixedRows:
