@@ -248,7 +248,7 @@ def page_table(path: Path) -> str:
         )
         value = f"{row[METRIC]} [{row['low']}, {row['high']}]"
         lines.append([row["data"], row["method"], row["setting"], value, f"{statistics.pstdev(same):.4f}", difference])
-    columns = ["lists", "method", "chosen on validation", METRIC, "between seeds", "less LambdaRank on the network"]
+    columns = ["lists", "method", "chosen on validation", METRIC, "between seeds", "minus LambdaRank on the network"]
     return markdown_table(columns, lines)
 
 

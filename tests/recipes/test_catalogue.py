@@ -235,6 +235,11 @@ def test_the_list_has_an_entry_for_each_that_fits_the_terminal(monkeypatch):
     assert list(by_name) == list(recipes_of(RetrievalRecipe))
     assert re.search(r" +R@1 82\.8 +RS@k, ResNet-50, batch 4,000 \(RS@k, Table", by_name["sop-recall-at-k"])
     assert "diverged" in by_name["sop-rambo-loglog-no-margin"]
+    assert " R@1 78.6, 72.4 " in by_name["sop-rambo-loglog"]
+    assert "(RaMBO, Table 2, with memory; RaMBO, Table 7, without memory)" in " ".join(
+        list_recipes(RetrievalRecipe, "sop-rambo-loglog").split()
+    )
+    assert re.search(r" R@1 73\.2  ", by_name["sop-fastap-r18-m256"])  # in three tables
     assert set(listed("googlenet")) == {n for n in recipes_of(RetrievalRecipe) if "googlenet" in n}
 
 

@@ -55,7 +55,16 @@ def _headline(recipe: "Recipe") -> tuple[str, str]:
         return "", recipe.what
     first = next((number for number in recipe.published if not number.split.startswith("mean")), recipe.published[0])
     split = "" if first.split == "test" else f" {first.split}"
-    return f"{first.metric}{split} {_percent(first)}", f"{recipe.what} ({first.source})"
+    # tables may repeat a figure; another one is of something else, which its note says
+    of_first = {
+        number.value: number
+        for number in reversed(recipe.published)
+        if (number.metric, number.split) == (first.metric, first.split)
+    }
+    shown = [number for number in recipe.published if of_first.get(number.value) is number]
+    figures = ", ".join(map(_percent, shown))
+    sources = "; ".join(number.source if len(shown) == 1 else f"{number.source}, {number.note}" for number in shown)
+    return f"{first.metric}{split} {figures}", f"{recipe.what} ({sources})"
 
 
 def _percent(number: "Published") -> str:

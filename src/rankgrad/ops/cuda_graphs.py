@@ -213,9 +213,10 @@ class GraphCache:
         if outputs is not None:
             return outputs
         shaped = _shaped(key, leaf, inputs)
-        if not _has_hash(shaped) or shaped in self.refused:
+        hashed, free = self._find(shaped)
+        if not hashed or shaped in self.refused:
             return None
-        if shaped not in self.free:
+        if free is None:
             self.free[shaped] = []
             return None
         capture = self._capture(leaf, inputs, program)  # all are in use, or classes grew
@@ -223,20 +224,24 @@ class GraphCache:
             self.refused.add(shaped)
             return None
         capture.replay(leaf, inputs)
-        return _Replay.apply(leaf, Lease(capture, self.free[shaped])), *capture.others
+        return _Replay.apply(leaf, Lease(capture, free)), *capture.others
 
     def replay(self, key: Hashable, leaf: Tensor, inputs: Inputs) -> tuple[Tensor, ...] | None:
         """The same by a capture that there is already; None where there is none for these shapes and classes."""
-        try:
-            free = self.free.get(_shaped(key, leaf, inputs))
-        except TypeError:  # an objective without a hash, which may change between calls
-            return None
+        _, free = self._find(_shaped(key, leaf, inputs))
         if not free:
             return None
         capture = free.pop()
         if _exceeds(capture.replay(leaf, inputs), capture.widths):
             return None
         return _Replay.apply(leaf, Lease(capture, free)), *capture.others
+
+    def _find(self, shaped: Hashable) -> tuple[bool, list[Capture] | None]:
+        """Whether a key has a hash, which the types of its parts do not tell, and its captures if there are any."""
+        try:
+            return True, self.free.get(shaped)
+        except TypeError:  # an objective without a hash, which may change between calls
+            return False, None
 
     @staticmethod
     def _capture(leaf: Tensor, inputs: Inputs, program: GraphProgram) -> Capture | None:
@@ -253,15 +258,6 @@ class GraphCache:
 
 def _shaped(key: Hashable, leaf: Tensor, inputs: Inputs) -> Hashable:
     return (key, *((tensor.shape, tensor.dtype, tensor.device) for tensor in (leaf, *inputs)))
-
-
-def _has_hash(key: Hashable) -> bool:
-    """Whether all parts of a key can be hashed, which their types do not tell."""
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
 
 
 def _exceeds(most: Widths, widths: Widths) -> bool:

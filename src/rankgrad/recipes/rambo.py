@@ -158,7 +158,7 @@ def _row(data: str, weighting: Weighting) -> RetrievalRecipe:
         what=f"RaMBO recall loss, {weighting} weighting, batch 128",
         weighting=weighting,
         notes=tuple(notes),
-        published=(*numbers, *ablation),
+        published=(*(replace(number, note="with memory") for number in numbers), *ablation),
     )
 
 
