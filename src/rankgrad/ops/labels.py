@@ -12,6 +12,7 @@ Dimension letters:  Q queries   C candidates   B queries of a row block   L leve
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -307,8 +308,9 @@ class IntervalRelevance:
         at = torch.arange(size, len(self.start), size, device=self.start.device)
         start, stop = self.start[at], self.stop[at]
         nearest = torch.where(at - start <= stop - at, start, stop)
-        ends = torch.where(stop - start <= size // 4, nearest, at).unique_consecutive().tolist()
-        return [slice(*ends) for ends in zip([0, *ends], [*ends, len(self.start)], strict=True)]
+        cuts: list[int] = torch.where(stop - start <= size // 4, nearest, at).unique_consecutive().tolist()
+        cuts = [0, *(cut for cut in cuts if cut < len(self.start)), len(self.start)]
+        return [slice(*ends) for ends in pairwise(cuts)]
 
 
 def _sorted_sizes(size: Tensor, most: int) -> tuple[Tensor, Tensor]:
