@@ -79,10 +79,11 @@ class Histogram(Ranker):
         """For each dimension that is summed over [B, bins] what scores have above a centre and not above the next one up."""
         sums = [tile.new_zeros(self.bins + 1, tile.shape[1 - dim]) for dim in dims]
         above = memory.like(tile, "above")
+        summed = [(above if dim else above.t(), total.unbind()[1:]) for dim, total in zip(dims, sums, strict=True)]
         for centre in range(self.bins):
             torch.ops.aten.softshrink.out(tile, self.bins - 1 - centre, out=above)
-            for dim, total in zip(dims, sums, strict=True):
-                torch.sum(above, dim=dim, out=total[centre + 1])
+            for rows, totals in summed:
+                memory.sum_rows(rows, out=totals[centre])
         return [total.diff(dim=0).t() for total in sums]
 
     @property

@@ -84,12 +84,12 @@ class Sigmoid(Ranker):
         scratch, counts = memory.like(tile, "ahead"), torch.empty_like(thresholds.columns)
         if thresholds.exponentials is None:
             for ahead, count in zip(self._ahead(tile, thresholds, scratch), counts.unbind(), strict=True):
-                torch.sum(ahead, dim=1, out=count)
+                memory.sum_rows(ahead, out=count)
             return counts.t()
         four = tile.new_tensor(4.0)
         # what all terms of a sum share is taken out of it, but for so much that no term is subnormal
         for (each, _), count in zip(thresholds.bounds, counts.unbind(), strict=True):
-            torch.sum(torch.div(four, torch.add(tile, each, out=scratch), out=scratch), dim=1, out=count)
+            memory.sum_rows(torch.div(four, torch.add(tile, each, out=scratch), out=scratch), out=count)
         return counts.mul_(thresholds.exponentials[:, :, 0] / four).t()
 
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: SigmoidThresholds) -> Ranks:
@@ -141,13 +141,13 @@ class Sigmoid(Ranker):
             d_thresholds: Tensor = slope.sum(dim=2)
             return d_thresholds.neg_().t()
         scratch, d_thresholds = memory.like(tile, "ahead"), torch.empty_like(thresholds.columns)
-        weights = rank_grad[0][:, :, None].expand(-1, *tile.shape)
+        weights = rank_grad[0][:, :, None]
         ahead = self._ahead(tile, thresholds, scratch)
         for each, weight, d_threshold in zip(ahead, weights.unbind(), d_thresholds.unbind(), strict=True):
             slope = torch.ops.aten.sigmoid_backward.grad_input(weight, each, grad_input=scratch if add else gradient)
             if add:
                 gradient += slope
-            torch.sum(slope, dim=1, out=d_threshold)
+            memory.sum_rows(slope, out=d_threshold)
             add = True
         if not add:  # there are no thresholds
             gradient.zero_()

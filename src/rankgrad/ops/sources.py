@@ -9,7 +9,7 @@ Dimension letters:  Q queries   C candidates   B queries of a row block   Z cand
 """
 
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,9 +111,13 @@ class EmbeddingScores(TiledSource):
         stride = max(len(self.layout.row_blocks), len(self.layout.column_blocks))
         keys = [block * stride + other for block, other in zip(blocks, (z, i), strict=False)]
         tile_map, compared = self.tile_map(blocks)
-        product = cache(
-            partial(self._product, i, z, queries, candidates)
-        )  # at most once, and not at all where the tiles are kept
+        made: list[Tensor] = []
+
+        def product() -> Tensor:  # made at most once, and not at all where the tiles are kept
+            if not made:
+                made.append(self._product(i, z, queries, candidates))
+            return made[0]
+
         transposed = None
         if self.symmetric and i != z and not self.relevance.symmetric:  # hides other scores
             copy = partial(torch.clone, memory_format=torch.contiguous_format)

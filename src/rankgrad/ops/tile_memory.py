@@ -32,9 +32,25 @@ class TileMemory:
         dtype = tile.dtype if dtype is None else dtype
         if tile.is_contiguous() or not tile.t().is_contiguous():
             return self.empty(name, tile.shape, dtype, tile.device)
-        return self.empty(name, tile.shape[::-1], dtype, tile.device).t()
+        key = (name, "transposed", *tile.shape, dtype)
+        if key not in self._views:
+            self._views[key] = self.empty(name, tile.shape[::-1], dtype, tile.device).t()
+        return self._views[key]
 
     def forget(self, name: str) -> None:
         """Leave a block to whoever holds it; the next of its name is another one."""
         self._blocks.pop(name, None)
         self._views = {key: view for key, view in self._views.items() if key[0] != name}
+
+    def sum_rows(self, tile: Tensor, out: Tensor) -> None:
+        """Sums of the rows of a tile.
+
+        On a CPU those of a transposed tile are a product: threads would share them by columns, and have written it by rows.
+        """
+        if tile.is_contiguous() or tile.device.type != "cpu":
+            torch.sum(tile, dim=1, out=out)
+            return
+        key = ("ones", tile.shape[1], tile.dtype)
+        if key not in self._views:
+            self._views[key] = tile.new_ones(tile.shape[1])
+        torch.mv(tile, self._views[key], out=out)
