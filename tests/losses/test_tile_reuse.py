@@ -96,7 +96,7 @@ def test_a_second_backward_computes_tiles_again(ranker):
 @pytest.mark.parametrize("most", [0, 2, 16])
 def test_positives_in_tiles_on_the_diagonal(ranker, most, monkeypatch):
     """Some classes end with a row block, some are too large for that; of some row blocks the tile does not stay."""
-    monkeypatch.setattr(tile_layout, "OWN_TILES", most)
+    monkeypatch.setattr(tile_layout, "OWN_SCORES", most * 16 * 16)
     layouts, layout_of = [], tile_layout.TileLayout.of
     monkeypatch.setattr(tile_layout.TileLayout, "of", lambda *args: layouts.append(layout_of(*args)) or layouts[-1])
     made = []

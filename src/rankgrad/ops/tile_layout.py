@@ -15,8 +15,8 @@ from rankgrad.ops.relevance import EngineRelevance
 # Most columns of a tile of given scores.
 WIDEST_TILE = 2**22
 
-# Row blocks of a batch against itself whose tile on the diagonal stays in memory, 16 MiB of float32 on a CPU.
-OWN_TILES = 16
+# Scores of tiles on the diagonal of a batch against itself that stay in memory: 2**22 float32 are 16 MiB.
+OWN_SCORES = 2**22
 
 
 def tile_side(device: torch.device) -> int:
@@ -106,7 +106,7 @@ class TileLayout:
         # read where the labels are: with labels on the host a GPU is not synchronised
         coarse = relevance.extents(row_blocks)
         own = [
-            in_batch and block < OWN_TILES and rows.start <= first and last <= rows.stop
+            in_batch and block < OWN_SCORES // side**2 and rows.start <= first and last <= rows.stop
             for block, (rows, (_, first, last)) in enumerate(zip(row_blocks, coarse, strict=True))
         ]
         fine = [
