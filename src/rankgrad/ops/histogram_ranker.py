@@ -44,7 +44,7 @@ class Histogram(Ranker):
 
     def _height_(self, scores: Tensor) -> Tensor:
         """In place the distance from `low` in bins, in [0, bins]: 0 for hidden entries, the full height for NaN."""
-        bins = scores.new_tensor(self.bins)
+        bins = scores.new_full((), self.bins)  # filled on the device: a copy from the host could not be captured
         torch.add(bins, scores.sub_(self.high), alpha=1 / self.width, out=scores)  # exact at `high`, where duplicates are
         return scores.clamp_(0, self.bins).nan_to_num_(nan=self.bins)
 
