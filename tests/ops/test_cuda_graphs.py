@@ -37,6 +37,7 @@ def capture_of(labels):
     capture.inputs, capture.leaf = (labels.clone(),), torch.zeros(len(labels), 2)
     capture.build_graph, capture.loss_graph, capture.known = Counted(), Counted(), Used()
     capture.most, capture._begun, capture.stream = torch.tensor([3]), [], torch.cuda.current_stream()
+    capture.beside = Stream()
     return capture
 
 
@@ -54,7 +55,15 @@ class Stream:
 def streams(monkeypatch):
     """Two streams; the last one is current."""
     found = [Stream(), Stream()]
+
+    @contextmanager
+    def entered(stream):
+        found.append(stream)
+        yield
+        found.pop()
+
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: found[-1])
+    monkeypatch.setattr(torch.cuda, "stream", entered)
     return found
 
 
@@ -86,7 +95,9 @@ def test_a_call_on_another_stream_waits_for_the_last_one(streams):
     assert (side.waited, main.waited) == ([main], [])
     streams.reverse()
     capture.begin((labels,))
-    assert main.waited == [side]
+    assert capture.beside.waited == [main, side], "for those who made the labels, and for the last call"
+    capture.replay(embeddings, (labels,))
+    assert (side.waited, main.waited) == ([main], [capture.beside])
 
 
 def test_an_objective_without_a_hash_is_not_captured():

@@ -73,7 +73,7 @@ class ImageBatches:
         seed: of the augmentation; the sampler has its own.
         device: where images and labels end up.
         workers: processes that decode `OnDemandImages`; 0 decodes in threads. An `ImageBuffer` needs none: one thread crops
-            ahead on a CPU, and on a GPU cropping does not synchronise.
+            ahead on a CPU, and a stream of its own on a GPU.
         dtype: torch.uint8 (rounded, as in image files) or torch.float32; 0 .. 255 in both.
         shard: (i, n) gives the i-th of n contiguous shards of every batch, counted from 0: what one process of n needs.
             Images, crops and flips are drawn for the whole batch, so they do not depend on n.
@@ -158,8 +158,21 @@ class ImageBatches:
             return prefetch(self._decode, plans, threads=1, ahead=AHEAD)
         if self.source.device.type == "cpu":
             return prefetch(self._crop, plans, threads=1, ahead=AHEAD)
-        # the device runs on while the next step is prepared; nothing synchronises
+        if self.source.device.type == "cuda":
+            return self._cropped_beside(plans)
         return ((plan, self._crop(plan)) for plan in plans)
+
+    def _cropped_beside(self, plans: Iterator[BatchPlan]) -> Iterator[tuple[BatchPlan, Tensor]]:
+        """Crops on a stream of their own: they are made while the step before is still at work, and nothing synchronises."""
+        stream = torch.cuda.Stream(self.source.device)
+        stream.wait_stream(torch.cuda.current_stream(self.source.device))  # the images are there
+        for plan in plans:
+            with torch.cuda.stream(stream):
+                images = self._crop(plan)
+            used_on = torch.cuda.current_stream(self.source.device)
+            used_on.wait_stream(stream)
+            images.record_stream(used_on)
+            yield plan, images
 
     def _crop(self, plan: BatchPlan) -> Tensor:
         assert isinstance(self.source, ImageBuffer)

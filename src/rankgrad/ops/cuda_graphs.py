@@ -70,6 +70,7 @@ class Capture:
     def __init__(self, leaf: Tensor, inputs: Inputs, widths: Widths, program: GraphProgram) -> None:
         self.widths = widths
         self.stream = torch.cuda.current_stream()  # of the last call
+        self.beside = torch.cuda.Stream()
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         self.leaf = leaf.detach().clone().requires_grad_()
         self.most = torch.zeros(len(widths), dtype=torch.long, pin_memory=True)  # positives of a query in the last call
@@ -92,9 +93,11 @@ class Capture:
         self._begun: list[tuple[Tensor, Hashable]] = []
 
     def begin(self, inputs: Inputs) -> None:
-        """Build the relevance of the next call ahead of it."""
-        self._follow_last_call()
-        self._build(inputs)
+        """Build the relevance of the next call ahead of it, on a stream beside what is launched until then."""
+        self.beside.wait_stream(torch.cuda.current_stream())  # which has made the inputs
+        with torch.cuda.stream(self.beside):
+            self._follow_last_call()
+            self._build(inputs)
         # held, so that no other tensor gets their memory meanwhile
         self._begun = [(tensor, _place(tensor)) for tensor in inputs]
 
