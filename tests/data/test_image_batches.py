@@ -52,6 +52,31 @@ def same(a, b):
     )
 
 
+def test_channels_last_is_another_order_of_the_same_pixels(classes):
+    images, _ = open_images(classes, side=24, cache=None, square=False)
+    plain, last = (
+        shown(batches_of(classes, images, memory_format=format_)) for format_ in (torch.contiguous_format, torch.channels_last)
+    )
+    assert same(plain, last)
+    assert all(batch.images.is_contiguous(memory_format=torch.channels_last) for batch in last)
+    assert all(batch.images.is_contiguous() for batch in plain)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_crops_made_beside_other_work_of_a_gpu_are_the_same(classes):
+    images = open_images(classes, side=24, cache=None, square=False)[0].to("cuda")
+    batches = batches_of(classes, images, device="cuda", memory_format=torch.channels_last)
+    work, seen = torch.randn(2048, 2048, device="cuda"), []
+    for batch in batches:
+        work = work @ work / 50
+        seen.append(batch.images.clone())  # after the product, and not waited for
+        torch.empty_like(batch.images).fill_(7)  # would take memory that is still in use
+        del batch
+    again = batches_of(classes, images)
+    for plan, found in zip(again._plans(enumerate(iter(again.sampler)), 0), seen, strict=True):
+        assert torch.equal(found, images.crops(plan.indices, plan.boxes, plan.flip, 20, dtype=torch.uint8))
+
+
 def test_batches_show_what_was_drawn(classes):
     images, _ = open_images(classes, side=24, cache=None, square=False)
     batches = batches_of(classes, images, seed=5)

@@ -75,6 +75,7 @@ class ImageBatches:
         workers: processes that decode `OnDemandImages`; 0 decodes in threads. An `ImageBuffer` needs none: one thread crops
             ahead on a CPU, and a stream of its own on a GPU.
         dtype: torch.uint8 (rounded, as in image files) or torch.float32; 0 .. 255 in both.
+        memory_format: of the crops of an `ImageBuffer`, torch.channels_last for a network in that format.
         shard: (i, n) gives the i-th of n contiguous shards of every batch, counted from 0: what one process of n needs.
             Images, crops and flips are drawn for the whole batch, so they do not depend on n.
 
@@ -97,6 +98,7 @@ class ImageBatches:
         workers: int = 0,
         *,
         dtype: torch.dtype = torch.uint8,
+        memory_format: torch.memory_format = torch.contiguous_format,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
         check_count(size, name="size", caller="ImageBatches")
@@ -112,6 +114,7 @@ class ImageBatches:
         self.shard = shard
         self.source, self.sampler, self.augment = source, sampler, augment
         self.size, self.seed, self.device, self.workers, self.dtype = size, seed, torch.device(device), workers, dtype
+        self.memory_format = memory_format
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -176,7 +179,8 @@ class ImageBatches:
 
     def _crop(self, plan: BatchPlan) -> Tensor:
         assert isinstance(self.source, ImageBuffer)
-        return self._pinned(self.source.crops(plan.indices, plan.boxes, plan.flip, self.size, dtype=self.dtype))
+        crops = self.source.crops(plan.indices, plan.boxes, plan.flip, self.size, dtype=self.dtype)
+        return self._pinned(crops.contiguous(memory_format=self.memory_format))
 
     def _decode(self, plan: BatchPlan) -> Tensor:
         assert isinstance(self.source, OnDemandImages)

@@ -113,6 +113,7 @@ def training_batches(recipe: RetrievalRecipe, split: Split, context: RunContext)
         recipe.seed,
         context.device if 3 * images * recipe.size**2 <= LARGEST_BATCH_BYTES * context.processes.size else "cpu",
         context.workers or 0,
+        memory_format=torch.channels_last if recipe.channels_last else torch.contiguous_format,
         shard=shard,
     )
     batches.item_names = split.table.paths
