@@ -136,10 +136,12 @@ def test_the_kernel_shows_what_the_matrices_do(monkeypatch):
         by_matrices = store.crops(index, boxes, flip, size)
         with by_kernel(monkeypatch):
             shown = store.to(KERNEL_DEVICE).crops(index, boxes, flip, size).cpu()
-            rounded = store.to(KERNEL_DEVICE).crops(index, boxes, flip, size, dtype=torch.uint8).cpu()
+            last = {"dtype": torch.uint8, "memory_format": torch.channels_last}
+            rounded = store.to(KERNEL_DEVICE).crops(index, boxes, flip, size, **last).cpu()
         # where a centre lies is known to a few units in the last place of some hundred pixels
         torch.testing.assert_close(shown, by_matrices, atol=2e-3, rtol=0)
         assert rounded.dtype == torch.uint8
+        assert rounded.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(rounded, shown.round().to(torch.uint8))
 
 

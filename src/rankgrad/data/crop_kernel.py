@@ -15,32 +15,39 @@ from torch import Tensor
 ROWS, COLUMNS = 8, 64
 
 
-def crop_images(flat: Tensor, whole: Tensor, real: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """[B, 3, size, size] of images in `flat`.
+def crop_images(flat: Tensor, whole: Tensor, real: Tensor, crops: Tensor) -> None:
+    """Fill `crops`, [B, 3, size, size] in either memory format, with images in `flat`.
 
     Args:
         flat: uint8, the buffer.
         whole: [6, B] int64: first byte of the window in the first channel, bytes of a row and of a channel, rows and columns of
             the window, whether it is mirrored.
         real: [4, B] float32: left, width, top and height of the box, in pixels from the window's first.
-        size: height and width of the crops.
-        dtype: torch.float32, or torch.uint8 for rounded values.
+        crops: torch.float32, or torch.uint8 for rounded values.
     """
-    images = whole.shape[1]
-    crops = torch.empty(images, 3, size, size, dtype=dtype, device=flat.device)
+    images, _, _, size = crops.shape
     tiles = triton.cdiv(size, ROWS) * triton.cdiv(size, COLUMNS)
     with torch.cuda.device(flat.device) if flat.is_cuda else nullcontext():
         crop_kernel[(images * tiles,)](
-            flat, whole, real, crops, images, size, ROUNDED=dtype == torch.uint8, ROWS=ROWS, COLUMNS=COLUMNS
+            flat,
+            whole,
+            real,
+            crops,
+            images,
+            size,
+            ROUNDED=crops.dtype == torch.uint8,
+            CHANNELS_LAST=crops.is_contiguous(memory_format=torch.channels_last),
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
         )
-    return crops
 
 
 # one kernel for all sizes: the last batch of an evaluation would compile another
 @triton.jit(do_not_specialize=["images", "size"])
 def crop_kernel(
-    p_flat, p_whole, p_real, p_crops, images, size, ROUNDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    p_flat, p_whole, p_real, p_crops, images, size,
+    ROUNDED: tl.constexpr, CHANNELS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """A tile of ROWS x COLUMNS pixels of one crop, all channels."""
     across = tl.cdiv(size, COLUMNS)
     tiles = across * tl.cdiv(size, ROWS)
@@ -96,11 +103,13 @@ def crop_kernel(
         b_blue += b_down[:, None] * b_blue_row
 
     area = size * size
-    p_crop = p_crops + i_image.to(tl.int64) * 3 * area + o_row[:, None] * size + o_column[None, :]
+    o_pixel = o_row[:, None] * size + o_column[None, :]
+    p_crop = p_crops + i_image.to(tl.int64) * 3 * area + (3 * o_pixel if CHANNELS_LAST else o_pixel)
+    channel = 1 if CHANNELS_LAST else area
     mask = (o_row[:, None] < size) & (o_column[None, :] < size)
     _store(p_crop, b_red, mask, ROUNDED)
-    _store(p_crop + area, b_green, mask, ROUNDED)
-    _store(p_crop + 2 * area, b_blue, mask, ROUNDED)
+    _store(p_crop + channel, b_green, mask, ROUNDED)
+    _store(p_crop + 2 * channel, b_blue, mask, ROUNDED)
 
 
 @triton.jit

@@ -162,25 +162,28 @@ class ImageBatches:
         if self.source.device.type == "cpu":
             return prefetch(self._crop, plans, threads=1, ahead=AHEAD)
         if self.source.device.type == "cuda":
-            return self._cropped_beside(plans)
+            return self._cropped_beside(plans, self.source.device)
         return ((plan, self._crop(plan)) for plan in plans)
 
-    def _cropped_beside(self, plans: Iterator[BatchPlan]) -> Iterator[tuple[BatchPlan, Tensor]]:
+    def _cropped_beside(self, plans: Iterator[BatchPlan], gpu: torch.device) -> Iterator[tuple[BatchPlan, Tensor]]:
         """Crops on a stream of their own: they are made while the step before is still at work, and nothing synchronises."""
-        stream = torch.cuda.Stream(self.source.device)
-        stream.wait_stream(torch.cuda.current_stream(self.source.device))  # the images are there
+        stream = torch.cuda.Stream(gpu)
+        stream.wait_stream(torch.cuda.current_stream(gpu))  # the images are there
         for plan in plans:
             with torch.cuda.stream(stream):
                 images = self._crop(plan)
-            used_on = torch.cuda.current_stream(self.source.device)
+            used_on = torch.cuda.current_stream(gpu)
             used_on.wait_stream(stream)
             images.record_stream(used_on)
             yield plan, images
 
     def _crop(self, plan: BatchPlan) -> Tensor:
         assert isinstance(self.source, ImageBuffer)
-        crops = self.source.crops(plan.indices, plan.boxes, plan.flip, self.size, dtype=self.dtype)
-        return self._pinned(crops.contiguous(memory_format=self.memory_format))
+        return self._pinned(
+            self.source.crops(
+                plan.indices, plan.boxes, plan.flip, self.size, dtype=self.dtype, memory_format=self.memory_format
+            )
+        )
 
     def _decode(self, plan: BatchPlan) -> Tensor:
         assert isinstance(self.source, OnDemandImages)

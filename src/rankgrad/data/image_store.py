@@ -73,7 +73,16 @@ class ImageBuffer:
         free = available_bytes(device)
         return free is None or self.nbytes <= share * free
 
-    def crops(self, index: Tensor, boxes: Tensor, flip: Tensor, size: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    def crops(
+        self,
+        index: Tensor,
+        boxes: Tensor,
+        flip: Tensor,
+        size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> Tensor:
         """Boxes of images at size x size, on the device of the buffer.
 
         A box is resampled by one matrix from the left and one from the right, whose rows are triangles as wide as a target
@@ -88,13 +97,15 @@ class ImageBuffer:
             flip: [B] bool, mirror left and right.
             size: height and width of the result.
             dtype: torch.float32, or torch.uint8 for rounded values.
+            memory_format: of the result.
 
         Returns:
             [B, 3, size, size], 0 .. 255. With `index`, `boxes` and `flip` on the CPU, it does not synchronise with a GPU.
         """
         index, boxes, flip = self._checked(index, boxes, flip, size, dtype)
+        crops = torch.empty(len(index), 3, size, size, dtype=dtype, device=self.device, memory_format=memory_format)
         if not len(index):
-            return torch.empty(0, 3, size, size, dtype=dtype, device=self.device)
+            return crops
         heights, widths = self.shapes[index].unbind(1)
         left, width = boxes[:, 0], boxes[:, 2]
         top, height = boxes[:, 1], boxes[:, 3]
@@ -106,18 +117,17 @@ class ImageBuffer:
         if _has_kernel(self.device):
             from rankgrad.data.crop_kernel import crop_images
 
-            return crop_images(self.flat, whole, real, size, dtype)
+            crop_images(self.flat, whole, real, crops)
+            return crops
         exact = bool((boxes == boxes.floor()).all() and (boxes[:, 2:] == size).all())
         exact = exact and bool((x.count == size).all() and (y.count == size).all())
         seen = int(y.count.max()), int(x.count.max())
-        return self._cropped(whole, real, seen, size, dtype, exact=exact)
+        self._fill(crops, whole, real, seen, exact=exact)
+        return crops
 
-    def _cropped(
-        self, whole: Tensor, real: Tensor, seen: tuple[int, int], size: int, dtype: torch.dtype, *, exact: bool
-    ) -> Tensor:
+    def _fill(self, crops: Tensor, whole: Tensor, real: Tensor, seen: tuple[int, int], *, exact: bool) -> None:
         """The crops by matrices; `seen` are the height and width of the largest window."""
-        images = whole.shape[1]
-        result = torch.empty(images, 3, size, size, dtype=dtype, device=self.device)
+        images, _, _, size = crops.shape
         step = max(1, CHUNK_BYTES.get(self.device.type, 2**28) // (12 * seen[0] * seen[1]))
         for start in range(0, images, step):
             part = slice(start, start + step)
@@ -129,10 +139,9 @@ class ImageBuffer:
                 shown = _resampled(window, whole[3:5, part], real[:, part], mirrored, size)
                 # rows of weights sum to 1 up to rounding, and so can pass the brightest by as much
                 shown.clamp_(max=255)
-                if dtype == torch.uint8:
+                if crops.dtype == torch.uint8:
                     shown.round_()
-            result[part] = shown
-        return result
+            crops[part] = shown
 
     def _windows(self, whole: Tensor, height: int, width: int) -> Tensor:
         """[B, 3, height, width] bytes from each image's first row and column on; rows past an image's last repeat it.
