@@ -193,6 +193,7 @@ def _step(case: RateCase, machine: Machine) -> Found:
 
 def _train(case: RateCase, machine: Machine) -> Found:
     """The rate of the second epoch; the first compiles, records and decodes."""
+    from rankgrad.cli import INTERRUPTED
     from rankgrad.cli import main as command_line
 
     with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +205,10 @@ def _train(case: RateCase, machine: Machine) -> Found:
             "keep": 0 if case.keep == "none" else "auto", "evaluate-every": 0, "epochs": 2,
             "precision": "bf16" if machine.device.type == "cuda" else "float32",
         }  # fmt: skip
-        if command_line(["train", *(f"--{name}={value}" for name, value in settings.items())]):
+        status = command_line(["train", *(f"--{name}={value}" for name, value in settings.items())])
+        if status == INTERRUPTED:  # by a signal, which ends the benchmark as well
+            raise KeyboardInterrupt
+        if status:
             raise RuntimeError("rankgrad train failed; it says above why")
         entries = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     epoch = next(entry for entry in entries if entry["kind"] == "epoch" and entry["epoch"] == 2)

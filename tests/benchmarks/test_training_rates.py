@@ -1,8 +1,12 @@
 import csv
+import os
+import signal
 
 import pytest
 from benchmarks.rate_cases import all_cases
 from benchmarks.training_rates import _MEASURES, main
+
+from rankgrad.train.loop import _Training
 
 
 def test_every_row_comes_after_the_limit_it_is_compared_with():
@@ -43,3 +47,15 @@ def test_a_pattern_that_matches_nothing_names_the_rows(capsys):
     with pytest.raises(SystemExit):
         main(["--only", "nothing"])
     assert "decode resnet50 224" in capsys.readouterr().err
+
+
+def test_a_signal_ends_the_benchmark_and_is_no_failure_of_training(monkeypatch):
+    train_one = _Training._train_step
+
+    def stopped(self, *batch):
+        train_one(self, *batch)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(_Training, "_train_step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--device", "cpu", "--smallest", "--only", "train.* 8 whole"])
