@@ -190,10 +190,12 @@ class Launchers:
 
     def _begin(self, *, key: Hashable, fn: Any, compile: Mapping[str, Any], **_: Any) -> None:  # noqa: A002  Triton's name
         kernel = id(fn.jit_function), key
-        types = compile["signature"]
-        # of a descriptor, the compiler decides what is handed over
-        if kernel not in self._built and not any(str(type_).startswith("tensordesc") for type_ in types.values()):
+        if kernel not in self._built:
+            types = compile["signature"]
             source = SimpleNamespace(fn=fn.jit_function, signature=types, constants=compile["constants"])
+            # of a descriptor a launcher is handed what the GPU reads; what else it says of one is not for the C function
+            descriptors: list[dict[str, Any]] = [{} for type_ in types.values() if str(type_).startswith("tensordesc")]
+            known = SimpleNamespace(tensordesc_meta=descriptors)
             # it ends with an error, since what else a launcher knows of its kernel is not there yet
-            self._built[kernel] = self.submit(lambda: triton.runtime.driver.active.launcher_cls(source, None))
-        self.last = self._built.get(kernel)
+            self._built[kernel] = self.submit(lambda: triton.runtime.driver.active.launcher_cls(source, known))
+        self.last = self._built[kernel]
