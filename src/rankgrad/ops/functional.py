@@ -390,7 +390,7 @@ def _embedding_program(
 
     def build(*tensors: Tensor) -> tuple[tuple[EngineRelevance, Queries, Shares], Tensor]:
         of_queries = None if weights is None else tensors[-1]
-        built = relevance.with_tensors(*tensors).build()
+        built = relevance.with_tensors(*tensors).build(captured=True)
         in_mean = Queries(built.num_relevant if weights is None else built.num_relevant_in_order(), of_queries)
         mean = -(built.num_relevant.sum() // -len(embeddings))  # rounded up
         shares = config.reduction.shares(in_mean, embeddings, caller="")

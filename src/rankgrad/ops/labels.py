@@ -151,7 +151,12 @@ class Labels:
             hidden, valid, tensor(order[columns]), tensor(num_relevant), tensor(list_length), none_empty=least > 0
         )
 
-    def build(self) -> "IntervalRelevance":
+    def build(self, *, captured: bool = False) -> "IntervalRelevance":
+        if captured and self.ref_labels is None:
+            from rankgrad.ops.triton.class_order import MOST_ITEMS, class_order
+
+            if len(self.labels) <= MOST_ITEMS:
+                return IntervalRelevance.of_batch(*class_order(self.labels.long()), rank_self=self.rank_self)
         return IntervalRelevance.build(self.labels, self.ref_labels, self.self_index, rank_self=self.rank_self)
 
 
@@ -198,17 +203,7 @@ class IntervalRelevance:
         candidate_order, column = by_label[by_size], torch.arange(len(ref_labels), device=labels.device)
         class_start = column - (by_size - first[by_size])  # both sorts are stable: an item keeps its place in its class
         if in_batch:
-            return cls(
-                query_order=candidate_order,
-                candidate_order=candidate_order,
-                start=class_start,
-                stop=class_start + size,
-                class_start=class_start,
-                self_column=column,
-                num_relevant=size - 1,
-                list_length=torch.full_like(size, len(labels) - (not rank_self)),
-                rank_self=rank_self,
-            )
+            return cls.of_batch(candidate_order, class_start, class_start + size, size - 1, rank_self=rank_self)
 
         column_of = inverse_order(candidate_order)
         ascending_queries, query_order = labels.sort(stable=True)
@@ -235,6 +230,23 @@ class IntervalRelevance:
             size - self_in_class.long(),
             length,
             rank_self,
+        )
+
+    @classmethod
+    def of_batch(
+        cls, order: Tensor, start: Tensor, stop: Tensor, num_relevant: Tensor, *, rank_self: bool
+    ) -> "IntervalRelevance":
+        """Of a batch ranked against itself, from its class order."""
+        return cls(
+            query_order=order,
+            candidate_order=order,
+            start=start,
+            stop=stop,
+            class_start=start,
+            self_column=torch.arange(len(order), device=order.device),
+            num_relevant=num_relevant,
+            list_length=torch.full_like(order, len(order) - (not rank_self)),
+            rank_self=rank_self,
         )
 
     def to(self, device: torch.device) -> "IntervalRelevance":

@@ -178,7 +178,7 @@ class LevelLists:
         tile = self.classes.one_tile()
         return replace(tile, gains=level_gains(self.labels, self._refs[tile.columns], self.table))
 
-    def build(self) -> IntervalRelevance:
-        built = self.classes.build()
+    def build(self, *, captured: bool = False) -> IntervalRelevance:
+        built = self.classes.build(captured=captured)
         rows, columns = self.labels[built.query_order], self._refs[built.candidate_order]
         return replace(built, query_levels=rows, candidate_levels=columns, table=self.table.to(rows.device))

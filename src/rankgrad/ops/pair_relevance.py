@@ -108,7 +108,7 @@ class PairLists:
             None if self.gain is None else self.gain[at],
         )
 
-    def build(self) -> "PairRelevance":
+    def build(self, *, captured: bool = False) -> "PairRelevance":
         """Queries with about as many relevant items come together."""
         num_relevant = self.num_relevant
         query_order = num_relevant.argsort(stable=True)

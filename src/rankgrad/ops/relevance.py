@@ -120,8 +120,11 @@ class RelevanceInput(Protocol):
         """Relevance of a batch whose scores fit in one tile. Synchronises."""
         ...
 
-    def build(self) -> "EngineRelevance":
-        """Relevance as the engine asks for it, sorted on the device of the tensors."""
+    def build(self, *, captured: bool = False) -> "EngineRelevance":
+        """Relevance as the engine asks for it, sorted on the device of the tensors.
+
+        `captured`: for a CUDA graph, which is replayed often enough to compile kernels of its own. The result is the same.
+        """
         ...
 
 
