@@ -80,7 +80,7 @@ class Launch:
             aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
             if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        options = {name: value for name, value in self.arguments.items() if name in ("num_warps", "num_stages")}
+        options = {name: value for name, value in self.arguments.items() if name in ("num_warps", "num_stages", "maxnreg")}
         return ASTSource(self.kernel, signature, constants, attributes), options
 
     @property
@@ -109,7 +109,7 @@ def _type_of(value: Any) -> str:
 @contextmanager
 def recorded(card: Card) -> Iterator[list[Launch]]:
     """Kernels are not run but noted, with the tiles of this card."""
-    from rankgrad.ops.triton import embeddings, stored_scores
+    from rankgrad.ops.triton import embeddings
     from rankgrad.ops.triton.tiles import tile_within
 
     launches: list[Launch] = []
@@ -128,7 +128,7 @@ def recorded(card: Card) -> Iterator[list[Launch]]:
 
     with (
         patch.object(embeddings, "tile_for", tile_for),
-        patch.object(stored_scores, "takes_descriptors", lambda device: card.capability >= 90),
+        patch.object(embeddings, "takes_descriptors", lambda device: card.capability >= 90),
         patch.object(embeddings.FusedEmbeddingScores, "__init__", make),
         patch.dict(os.environ, {"TRITON_INTERPRET": "1"}),  # the kernels may be called on a CPU
         dry_run(note),

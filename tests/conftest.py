@@ -54,8 +54,7 @@ def large_blocks():
         if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
             from rankgrad.ops.triton import stored_scores
 
-            for name in ("TALLY_ROWS", "TALLY_COLUMNS", "GRADIENT_TILE", "SQUARE_GRADIENT_TILE"):
-                patch.setattr(stored_scores, name, {"BM": 128, "BN": 128, "num_warps": 4})
+            patch.setattr(stored_scores, "GRADIENT_TILE", {"BM": 128, "BN": 128, "num_warps": 4})
         yield
 
 

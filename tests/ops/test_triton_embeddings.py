@@ -1,6 +1,7 @@
 """The fused kernels against float64: on a GPU where there is one, else in Triton's interpreter."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
 pytest.importorskip("triton")
 embeddings_module = pytest.importorskip("rankgrad.ops.triton.embeddings")
 lowerings = pytest.importorskip("rankgrad.ops.triton.lowerings")
+fused_scores = pytest.importorskip("rankgrad.ops.triton.fused_scores")
 passes = pytest.importorskip("rankgrad.ops.triton.passes")
 stored_scores = pytest.importorskip("rankgrad.ops.triton.stored_scores")
 tiles = pytest.importorskip("rankgrad.ops.triton.tiles")
@@ -25,7 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# 0.004 puts comparisons of a row so far apart that their powers cannot be factored
 RANKERS = [
     rg.Exact(), rg.Sigmoid(0.05), rg.Sigmoid(0.004), rg.UpperBound(0.1, 3.0, 0.2), rg.Blackbox(20.0, 0.02),
     rg.Histogram(5),
@@ -136,32 +137,26 @@ def test_ragged_classes_in_groups_and_chunks(ranker, monkeypatch):
     assert_as_good_as_float32(ranker, embeddings, labels)
 
 
-def test_a_score_of_two_passes_is_made_once(monkeypatch):
-    monkeypatch.setattr(passes, "GRADIENT_ROWS", 128)
+@pytest.mark.parametrize("ranker", [rg.Exact(), rg.Sigmoid(0.05), rg.Histogram(5)], ids=str)
+def test_a_score_of_two_passes_is_counted_for_both_of_its_queries(ranker, monkeypatch):
+    monkeypatch.setattr(fused_scores, "COLUMN_BYTES", 1)
     made = []
-    store = stored_scores.StoredScores._store
-    monkeypatch.setattr(
-        stored_scores.StoredScores, "_store", lambda self, rows, columns: (
-            launch_instead() or made.append((rows, columns)), store(self, rows, columns))[1]
-    )  # fmt: skip
-    embeddings, labels = batch(200, 50)
-    half = [(slice(0, 128), slice(0, 200)), (slice(128, 200), slice(128, 200))]
-    for ranker, precision, expected in (
-        (rg.Exact(), "high", half),
-        (rg.Exact(), "fast", []),
-        (rg.Histogram(5), "high", []),
-    ):
-        made.clear()
-        loss = rg.RankLoss(ranker, rg.AveragePrecision(), backend="triton", precision=precision)
-        with torch.no_grad():
-            loss(embeddings, labels)
-        assert made == expected
+    count = fused_scores.FusedScores._count
+
+    def noted(self, args, index, rows, other, columns, *, both):
+        launch_instead() or made.append((both, rows, columns))
+        return count(self, args, index, rows, other, columns, both=both)
+
+    monkeypatch.setattr(fused_scores.FusedScores, "_count", noted)
+    assert_as_good_as_float32(ranker, *batch(200, 50))
+    halves = [(True, slice(0, 128), slice(0, 200)), (True, slice(128, 200), slice(128, 200))]
+    assert set(map(str, made)) == set(map(str, halves))
 
 
 @pytest.mark.parametrize(("precision", "descriptors"), [("fast", False), ("high", False), ("high", True)])
 def test_a_score_is_the_same_to_the_last_bit_whichever_of_its_items_is_the_query(precision, descriptors, monkeypatch):
     if not descriptors:
-        monkeypatch.setattr(stored_scores, "takes_descriptors", lambda device: False)
+        monkeypatch.setattr(embeddings_module, "takes_descriptors", lambda device: False)
     embeddings = 7 * torch.randn(130, 300, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     layout = embeddings_module.QueryGroups.of(IntervalRelevance.build(torch.arange(130).to(DEVICE)), embeddings.device)
     source = embeddings_module.FusedEmbeddingScores(embeddings, None, layout, precision, normalized=False)
@@ -173,9 +168,21 @@ def test_a_score_is_the_same_to_the_last_bit_whichever_of_its_items_is_the_query
 @pytest.mark.parametrize("ranker", [rg.Sigmoid(0.05), rg.Blackbox(20.0, 0.02)], ids=str)
 def test_blocks_of_the_size_that_a_gpu_gets(ranker, monkeypatch):
     """Elsewhere the interpreter gets larger ones, which are faster there."""
-    for name in ("TALLY_ROWS", "TALLY_COLUMNS", "GRADIENT_TILE", "SQUARE_GRADIENT_TILE"):
-        monkeypatch.setattr(stored_scores, name, getattr(tiles, name))
+    monkeypatch.setattr(stored_scores, "GRADIENT_TILE", tiles.GRADIENT_TILE)
+    for name in ("GRID_FROM", "SEARCH_FROM"):
+        monkeypatch.setattr(embeddings_module, name, 0)
     assert_as_good_as_float32(ranker, *batch(40, 12))
+
+
+@pytest.mark.parametrize(("tau", "root"), [(0.02, 1), (0.01, 2), (0.005, 4), (0.002, 8), (0.001, 0)])
+def test_powers_do_not_overflow_at_any_temperature(tau, root):
+    source = embeddings_module.FusedEmbeddingScores._root
+    ops = lowerings.lowering_of(rg.Sigmoid(tau), given_scores=False)
+    assert source(SimpleNamespace(normalized=True), ops) == root
+    assert source(SimpleNamespace(normalized=False), ops) == 0
+    embeddings, labels = batch(40, 12)
+    embeddings[::5] *= -1  # positives at either end of the scores
+    assert_as_good_as_float32(rg.Sigmoid(tau), embeddings, labels)
 
 
 def test_the_query_in_its_own_list():

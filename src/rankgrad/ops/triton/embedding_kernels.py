@@ -2,6 +2,7 @@
 
     positives_kernel   scores of relevant pairs, by the same arithmetic as every other tile: of intervals, and of lists
     count_kernel       a program owns BM queries and walks over candidates: how much lies ahead of each threshold
+    backward_kernel    the gradient of scores, for the library's products
     scatter_kernel     the same for many thresholds: each candidate is added to the one place of its query that it belongs to
     gather_kernel      gradients of the relevant pairs, added to the products' result in the caller's row order
 
@@ -13,10 +14,24 @@ Letters:  BM queries, BN candidates of a tile   P thresholds   i_ program index,
 
 import triton.language as tl
 
+from rankgrad.ops.triton.gradient_tiles import write_gradient
 from rankgrad.ops.triton.grid_kernels import deposit
 from rankgrad.ops.triton.kernel import kernel
-from rankgrad.ops.triton.ranker_kernels import GRID, begin_rows, count_tile, tally_tile
-from rankgrad.ops.triton.score_tiles import PER_QUERY, SIZES, hidden_columns, hide, hide_listed, score_tile
+from rankgrad.ops.triton.ranker_kernels import GRID, count_tile, most_thresholds, tally_tile
+from rankgrad.ops.triton.score_tiles import (
+    PER_QUERY,
+    SIZES,
+    hidden_columns,
+    hidden_range,
+    hide,
+    hide_listed,
+    hide_tile,
+    made_tile,
+    part_of,
+    score_tile,
+    stripe,
+    visible_tile,
+)
 
 
 @kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
@@ -80,39 +95,94 @@ def listed_positives_kernel(
 @kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
 def count_kernel(
     queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
-    thresholds, counts, slopes, centres, first_row, num_rows, num_candidates, P, tiles_per_split,
-    MODE: tl.constexpr, NEAR: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr,
-    LISTED: tl.constexpr, RANK_SELF: tl.constexpr, ASM: tl.constexpr,
-    SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    row_t, row_counts, row_slopes, column_t, column_counts, column_slopes,
+    first_row, num_rows, pass_row, pass_rows, first_column, num_columns, from_column, num_queries, num_candidates,
+    row_p, column_p, tiles_per_split,
+    MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr, ROOT: tl.constexpr, ASM: tl.constexpr,
+    BOTH: tl.constexpr, LISTED: tl.constexpr, RANK_SELF: tl.constexpr, DESCRIBED: tl.constexpr,
+    SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """counts[split, p, r], and slopes (SIGMOID, BOUND): the candidates of a split ahead of the p-th threshold of query r.
+    """row_counts[split, p, r], and slopes (SIGMOID, BOUND): the candidates of a split ahead of the p-th threshold of query r.
 
-    NEAR: thresholds of a query that are too far apart to share a centre (SIGMOID) have another pass over the candidates and not
-    a loop of their own, with which the kernel would take twice as long to compile. For where two passes are enough.
+    Of the queries of a pass, from pass_row on, in the group that begins at first_row, and candidates from from_column on, in
+    the group that begins at first_column. BOTH: candidates are queries too, and a tile counts for both, unless its rows are in
+    its columns: column_counts[i, p, c] has what of the i-th tile of rows is ahead. Columns before these have met the rows as
+    rows.
     """
-    o_r = tl.program_id(0) * BM + tl.arange(0, BM)
+    i = tl.program_id(0)
     i_split = tl.program_id(1)
-    o_m = first_row + o_r
-    m_m = o_r < num_rows
-    b_start = tl.load(start + o_m, mask=m_m, other=0)
-    b_stop = tl.load(stop + o_m, mask=m_m, other=0)
-    b_self = tl.load(self_index + o_m, mask=m_m, other=-1)
-    first, last = hidden_columns(b_start, b_stop, b_self)
-    p_out = i_split.to(tl.int64) * P * num_rows + o_r
-    P, b_low, b_middle, parts = begin_rows(thresholds, num_relevant, centres, o_m, o_r, m_m, num_rows, P, MODE, BM)
-    passes = parts if NEAR else 1
-    i_stop = tl.minimum((i_split + 1) * tiles_per_split, tl.cdiv(num_candidates, BN))
-    for i in range(i_split * tiles_per_split * passes, i_stop * passes):
-        i_n = i // passes
-        o_n = i_n * BN + tl.arange(0, BN)
-        b_s = score_tile(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
-        if LISTED:
-            b_s = hide_listed(b_s, columns, b_start, b_stop, b_self, i_n * BN, o_n, num_candidates, RANK_SELF, BN)
-        elif ((i_n * BN < last) & ((i_n + 1) * BN > first)) | ((i_n + 1) * BN > num_candidates):
-            b_s = hide(b_s, b_start, b_stop, b_self, o_n, num_candidates, RANK_SELF)
+    m_first = pass_row + i * BM
+    o_m = m_first + tl.arange(0, BM)
+    o_r = o_m - first_row
+    m_m = o_m < pass_row + pass_rows
+    first, last = hidden_range(start, stop, self_index, m_first, num_queries, LISTED, BM)
+    met = first_column + num_columns - from_column
+    most = most_thresholds(num_relevant, o_m, m_m, row_p, MODE)
+    n_first = from_column + i_split * tiles_per_split * BN
+    n_stop = tl.minimum(n_first + tiles_per_split * BN, first_column + num_columns)
+    beyond = first_column + num_columns
+    if BOTH:  # from the tile on that has the rows in its columns
+        n_first = tl.maximum(n_first, from_column + (m_first - from_column) // BN * BN)
+        beyond = from_column + tl.cdiv(m_first + BM - from_column, BN) * BN
+    for n in range(n_first, n_stop, BN):
+        b_s = made_tile(queries, candidates, row_bias, column_bias, alpha, m_first, n, DESCRIBED, SPLIT, D, BM, BN, BK)
+        b_s = hide_tile(
+            b_s, start, stop, self_index, columns, first, last, m_first, n, num_queries, num_candidates,
+            LISTED, RANK_SELF, BM, BN,
+        )  # fmt: skip
+        if BOTH:  # noqa: SIM102  # a constant: what is inside is not compiled
+            if n >= beyond:
+                o_c = n - first_column + tl.arange(0, BN)
+                most_c = most_thresholds(num_relevant, first_column + o_c, o_c < num_columns, column_p, MODE)
+                p_part = i.to(tl.int64) * column_p * met
+                WIDTH: tl.constexpr = BN // PARTS
+                for part in tl.static_range(PARTS):
+                    o_c = n - first_column + part * WIDTH + tl.arange(0, WIDTH)
+                    count_tile(
+                        part_of(b_s, part, PARTS, BM, BN), column_t, column_counts + p_part, column_slopes + p_part,
+                        o_c, first_column - from_column + o_c, o_c < num_columns, num_columns, met, most_c,
+                        0, False, MODE, DELTA, SLOPE, OFFSET, ROOT, ASM,
+                    )  # fmt: skip
+        p_split = i_split.to(tl.int64) * row_p * pass_rows
         count_tile(
-            b_s, b_low, b_middle, i % passes, parts, thresholds, counts, slopes, o_r, p_out, m_m, num_rows, P,
-            MODE, NEAR, DELTA, SLOPE, OFFSET, SPLIT, ASM,
+            b_s, row_t, row_counts + p_split, row_slopes + p_split, o_r, o_m - pass_row, m_m, num_rows, pass_rows, most,
+            1, True, MODE, DELTA, SLOPE, OFFSET, ROOT, ASM,
+        )  # fmt: skip
+
+
+@kernel(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_QUERY)
+def backward_kernel(
+    queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, num_relevant, columns,
+    row_t, row_w, row_extra, row_reached, column_t, column_w, column_extra, column_reached, high, low,
+    first_row, num_rows, pass_row, pass_rows, first_column, num_columns, from_column, num_queries, num_candidates,
+    row_width, row_p, column_p,
+    MODE: tl.constexpr, DELTA: tl.constexpr, SLOPE: tl.constexpr, OFFSET: tl.constexpr, ROOT: tl.constexpr, ASM: tl.constexpr,
+    SYMMETRIC: tl.constexpr, LISTED: tl.constexpr, RANK_SELF: tl.constexpr, DESCRIBED: tl.constexpr,
+    SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """The gradient of scores that are made anew, of a pass and of candidates from from_column on; see `write_gradient`."""
+    row_tiles = tl.cdiv(pass_rows, BM)
+    i_m, i_n = stripe(tl.program_id(0), row_tiles, tl.num_programs(0) // row_tiles, GROUP)
+    m_first = pass_row + i_m * BM
+    n_first = from_column + i_n * BN
+    o_m = m_first + tl.arange(0, BM)
+    o_n = n_first + tl.arange(0, BN)
+    b_s = visible_tile(
+        queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, columns, m_first, n_first,
+        num_queries, num_candidates, LISTED, RANK_SELF, DESCRIBED, SPLIT, D, BM, BN, BK,
+    )  # fmt: skip
+    row_most = most_thresholds(num_relevant, o_m, o_m < pass_row + pass_rows, row_p, MODE)
+    column_most = row_most
+    if SYMMETRIC:
+        column_most = most_thresholds(num_relevant, o_n, o_n < first_column + num_columns, column_p, MODE)
+    WIDTH: tl.constexpr = BN // PARTS
+    for part in tl.static_range(PARTS):
+        write_gradient(
+            part_of(b_s, part, PARTS, BM, BN),
+            row_t, row_w, row_extra, row_reached, column_t, column_w, column_extra, column_reached, high, low,
+            m_first, n_first + part * WIDTH, first_row, num_rows, pass_row, pass_rows, first_column, num_columns,
+            row_width, row_most, column_most, MODE, DELTA, SLOPE, OFFSET, ROOT, ASM, SYMMETRIC, SPLIT, BM, WIDTH,
         )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Scores of embeddings by the fused kernels: launches, and what is kept between the passes."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,31 +14,29 @@ from rankgrad.ops.pair_relevance import PairRelevance
 from rankgrad.ops.relevance import EngineRelevance
 from rankgrad.ops.thresholds import DescendingCounts
 from rankgrad.ops.triton.bucket_tables import BucketTables
+from rankgrad.ops.triton.descriptors import described
 from rankgrad.ops.triton.embedding_gradient import EmbeddingGradient
-from rankgrad.ops.triton.embedding_kernels import (
-    count_kernel,
-    listed_positives_kernel,
-    positives_kernel,
-    scatter_kernel,
-)
+from rankgrad.ops.triton.embedding_kernels import listed_positives_kernel, positives_kernel, scatter_kernel
+from rankgrad.ops.triton.fused_scores import FusedScores
 from rankgrad.ops.triton.grids import MOST_CELLS, QueryGrids, cells_of_unit_vectors
 from rankgrad.ops.triton.kernel_arguments import BackwardArgs, CountArgs
 from rankgrad.ops.triton.lowerings import Lowering
 from rankgrad.ops.triton.operands import Operands, Precision, operand_scale, padded
 from rankgrad.ops.triton.passes import Passes
 from rankgrad.ops.triton.query_groups import QueryGroups
-from rankgrad.ops.triton.ranker_kernels import GRID, SHARED, SIGMOID, num_buckets
+from rankgrad.ops.triton.ranker_kernels import GRID, SIGMOID, num_buckets, root_of
 from rankgrad.ops.triton.score_tiles import CUT_OFF, FLUSH
-from rankgrad.ops.triton.stored_scores import StoredScores, Tally
+from rankgrad.ops.triton.stored_scores import StoredScores
 from rankgrad.ops.triton.tiles import (
+    BACKWARD_TILES,
+    COUNT_BOTH_TILES,
     COUNT_TILES,
-    MANY_THRESHOLDS,
+    DESCRIBED_TILE,
     SPLIT_TILES,
     STORE_TILES,
-    TALLY_COLUMNS,
     TILE,
     Tiles,
-    splits_of,
+    takes_descriptors,
     tile_for,
 )
 
@@ -155,7 +153,7 @@ class FusedEmbeddingScores:
         if isinstance(self.relevance, PairRelevance):
             listed, valid = self.relevance.positives(rows, width)
             if width:
-                tile = self._tile(COUNT_TILES, SPLIT_TILES, width)
+                tile = self._tile(STORE_TILES, SPLIT_TILES)
                 listed_positives_kernel[(triton.cdiv(count, TILE),)](positives=listed.int().contiguous(), **common, **tile)
             columns.masked_fill_(~valid.t(), torch.inf)
             scores = (columns / self.threshold_scale).t().contiguous()
@@ -165,7 +163,7 @@ class FusedEmbeddingScores:
             if width:
                 lists = {name: self.layout.lists[name] for name in ("start", "stop", "self_index", "num_relevant")}
                 made = {"plain": scores, "valid": valid.view(torch.uint8), "plain_scale": 1 / self.threshold_scale}
-                positives_kernel[(triton.cdiv(count, TILE),)](**lists, **common, **made, **self._narrow_tile(width))
+                positives_kernel[(triton.cdiv(count, TILE),)](**lists, **common, **made, **self._narrow_tile())
         gains = self.relevance.gains(rows, width)
         return PositiveScores(
             scores=scores,
@@ -177,14 +175,12 @@ class FusedEmbeddingScores:
             rank_dtype=torch.float32,
         )
 
-    def _tile(self, tiles: Tiles, split_tiles: Tiles, num_thresholds: int) -> dict[str, int]:
-        if self.precision == "high":
-            return tile_for(split_tiles, self.query_order.device)
-        return tile_for(tiles[num_thresholds >= MANY_THRESHOLDS :], self.query_order.device)
+    def _tile(self, tiles: Tiles, split_tiles: Tiles) -> dict[str, int]:
+        return tile_for(split_tiles if self.precision == "high" else tiles, self.query_order.device)
 
-    def _narrow_tile(self, num_thresholds: int) -> dict[str, int]:
+    def _narrow_tile(self) -> dict[str, int]:
         """For kernels with an address for every score, and scores the same to the last bit as those of counting."""
-        return {**self._tile(COUNT_TILES, SPLIT_TILES, num_thresholds), "BN": TILE // 2, "num_warps": 8}
+        return {**self._tile(STORE_TILES, SPLIT_TILES), "BN": TILE // 2, "num_warps": 8}
 
     def _operands(self, score_scale: float) -> dict[str, Tensor]:
         """What makes a score, in multiples of 1 / score_scale."""
@@ -224,85 +220,55 @@ class FusedEmbeddingScores:
             args = [ops.count_args(*block, device) for block in zip(thresholds, widths, strict=True)]
         else:  # all queries have the same thresholds, however many positives they have
             groups, args = [self.everyone], [ops.count_args(thresholds[0], widths[0], device)]
-        if self._counts_stored(ops):
-            found = self._count_stored(ops, args, self._passes(groups))
-        else:
-            found = [self._count(ops, *block) for block in zip(args, groups, strict=True)]
+        found = self._count(ops, args, groups)
         if ops.per_positive:
             self.kept = [kept for _, kept in found]
             return [counts for counts, _ in found]
         self.kept = [None for _ in self.row_blocks]
         return [found[0][0][rows] for rows in self.row_blocks]
 
-    def _counts_stored(self, ops: Lowering[Any]) -> bool:
-        """Whether scores are stored to be counted, and not counted where they are made.
-
-        Where a score costs three products, it is cheaper to store it and to read it for both of its queries: the two kernels of
-        RS@k take 22 ms and not 29 (65,536 items, 512 dimensions, an H200). The scores of one product are not worth it, nor are
-        the many edges of bins, for which they would be read several times.
-        """
-        return self.precision == "high" and ops.per_positive
-
-    def _count(self, ops: Lowering[Any], args: CountArgs, rows: slice) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """[rows, P] counts, and (slopes, centres) where `ops` keeps them."""
-        count = rows.stop - rows.start
-        width = args.num_thresholds
-        tile = self._tile(COUNT_TILES, SPLIT_TILES, width if ops.per_positive else 0)
-        row_tiles, column_tiles = triton.cdiv(count, TILE), triton.cdiv(self.num_candidates, tile["BN"])
-        # enough programs for two waves on a large GPU
-        per_split = triton.cdiv(column_tiles, max(1, min(column_tiles, 264 // row_tiles)))
-        splits = triton.cdiv(column_tiles, per_split)
-        tally = Tally.zeros(ops, args, rows, self.query_order.device, splits)
-        if width:
-            count_kernel[(row_tiles, splits)](
-                **self._operands(ops.score_scale),
-                **self.layout.lists,
-                thresholds=args.thresholds,
-                counts=tally.counts,
-                slopes=tally.slopes,
-                centres=tally.centres,
-                first_row=rows.start,
-                num_rows=count,
-                num_candidates=self.num_candidates,
-                P=width,
-                tiles_per_split=per_split,
-                NEAR=self._near(ops),
-                **ops.constants,
-                **self._constants,
-                **tile,
-            )
-        return tally.result(ops)
-
-    def _count_stored(
-        self, ops: Lowering[Any], args: Sequence[CountArgs], passes: Passes
+    def _count(
+        self, ops: Lowering[Any], args: Sequence[CountArgs], groups: Sequence[slice]
     ) -> list[tuple[Tensor, tuple[Tensor, Tensor] | None]]:
-        """`_count` for every group, from stored scores: those of a batch against itself are made once."""
-        stored, tallies = self._stored(ops, passes), self._tallies(ops, args, passes)
-        for tally in tallies:
-            stored.find_centres(tally)
-        for index, rows in passes:
-            for block in stored.blocks(index, rows):
-                stored.tally(tallies, block)
-        return [tally.result(ops) for tally in tallies]
-
-    def _tallies(self, ops: Lowering[Any], args: Sequence[CountArgs], passes: Passes) -> list[Tally]:
-        """One for each group of passes, with splits for a block of stored scores, whose columns have the fewest programs."""
-        splits, device = splits_of(TALLY_COLUMNS, passes.columns, passes.rows), self.query_order.device
-        return [Tally.zeros(ops, of_group, group, device, splits) for of_group, group in zip(args, passes.groups, strict=True)]
+        """[rows, P] counts of every group, and (slopes, thresholds as they are compared) where `ops` keeps slopes."""
+        root = self._root(ops)
+        if root:
+            args = [CountArgs(torch.exp2(of_group.thresholds / root), of_group.num_thresholds) for of_group in args]
+        # a sum over the queries of a tile costs more than one over candidates, and is worth it where a score is three products
+        both = self.symmetric and self.precision == "high"
+        tile = tile_for(COUNT_BOTH_TILES, self.query_order.device) if both else self._tile(COUNT_TILES, SPLIT_TILES)
+        sums = self._fused(ops, self._passes(groups), tile).count(args, both=both)
+        return [
+            (found[0].t().contiguous(), (found[1], of_group.thresholds) if ops.keeps_slopes else None)
+            for found, of_group in zip(sums, args, strict=True)
+        ]
 
     def _passes(self, groups: Sequence[slice]) -> Passes:
         return Passes(groups, self.num_candidates, self.queries.parts, self.symmetric)
 
-    def _stored(self, ops: Lowering[Any], passes: Passes) -> StoredScores:
-        tile = self._tile(STORE_TILES, SPLIT_TILES, 0)
-        return StoredScores(ops, passes, self.layout.lists, self._operands(ops.score_scale), self._constants, tile)
+    def _fused(self, ops: Lowering[Any], passes: Passes, tile: Mapping[str, int]) -> FusedScores:
+        made = self._made(ops, tile)
+        return FusedScores(ops, passes, self.layout.lists, self._root(ops), *made, tile)
 
-    def _near(self, ops: Lowering[Any]) -> bool:
-        """Whether thresholds lie within two parts of length SHARED: scores of unit vectors are in [-1, 1]."""
-        return bool(ops.mode == SIGMOID) and self.normalized and 2.001 * ops.score_scale <= 2 * float(SHARED.value)
+    def _stored(self, ops: Lowering[Any], passes: Passes) -> StoredScores:
+        by_descriptors = self.precision == "high" and takes_descriptors(self.query_order.device)
+        tile = DESCRIBED_TILE if by_descriptors else self._tile(STORE_TILES, SPLIT_TILES)
+        return StoredScores(ops, passes, self.layout.lists, *self._made(ops, tile), tile)
+
+    def _made(self, ops: Lowering[Any], tile: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What makes scores: operands, by tensor descriptors where they are read three times, and constants."""
+        operands: dict[str, Any] = self._operands(ops.score_scale)
+        by_descriptors = self.precision == "high" and takes_descriptors(self.query_order.device)
+        if by_descriptors:
+            operands = {**operands, **described(operands, tile)}
+        return operands, {**self._constants, "DESCRIBED": by_descriptors}
+
+    def _root(self, ops: Lowering[Any]) -> int:
+        """Of what powers a sigmoid is made: scores of unit vectors are in [-1, 1], others anywhere."""
+        return root_of(1.001 * ops.score_scale) if self.normalized and ops.mode == SIGMOID else 0
 
     def _scatter(self, ops: Lowering[Any], rows: slice, arguments: dict[str, Any]) -> None:
-        tile = self._narrow_tile(MANY_THRESHOLDS)
+        tile = self._narrow_tile()
         count, splits = rows.stop - rows.start, triton.cdiv(self.num_candidates, tile["BN"] * TILES_EACH)
         scatter_kernel[(triton.cdiv(count, TILE) * splits,)](
             **self._operands(ops.score_scale),
@@ -364,30 +330,25 @@ class FusedEmbeddingScores:
         return [ops.threshold_grad(*block) for block in zip(rank_grads, self.kept, args, strict=True)]
 
     def _multiply_gradient(self, ops: Lowering[Any], args: Sequence[BackwardArgs], groups: Sequence[slice]) -> None:
-        """Passes over the queries: scores, their gradient, then the library's products with that."""
-        passes, mode = self._passes(groups), self.many_mode(ops)
-        stored = self._stored(ops, passes)
+        """Passes over the queries: the gradient of scores, then the library's products with that."""
+        passes, stored = self._passes(groups), self.many_mode(ops) is not None
+        tile = tile_for(BACKWARD_TILES, self.query_order.device)
+        scores = self._stored(ops, passes) if stored else self._fused(ops, passes, tile)
         shape = (passes.parts, passes.rows, padded(self.num_candidates, TILE))
         memory = torch.empty(shape, dtype=torch.float16, device=self.query_order.device)
-        reached: list[Tally] = []
-        if mode is None and args[0].reached is not None:
-            if self._counts_stored(ops):
-                reached = self._tallies(ops, [of_group.perturbed for of_group in args], passes)
-            else:
-                for of_group, group in zip(args, groups, strict=True):
-                    of_group.reached = self._count(ops, of_group.perturbed, group)[0].t()
+        if not stored and args[0].reached is not None:
+            perturbed = self._count(ops, [of_group.perturbed for of_group in args], groups)
+            for of_group, (counts, _) in zip(args, perturbed, strict=True):
+                of_group.reached = counts.t()
+        if not stored and ops.per_positive:
+            args = [of_group.pairs() for of_group in args]
         for index, rows in passes:
             height = rows.stop - rows.start
             # the library's products are slow where a length is odd
             stride = padded(self.num_candidates - (rows.start if self.symmetric else 0), TILE)
             gradient = [part.view(-1)[: height * stride].view(height, stride) for part in memory]
-            for block in stored.blocks(index, rows):
-                if reached:
-                    stored.tally(reached, block)
-                stored.gradient(args, block, mode, gradient)
+            scores.gradient(args, index, rows, gradient)
             self.gradient.add(gradient, rows)
-        for of_group, tally in zip(args if reached else (), reached, strict=True):
-            of_group.reached = tally.result(ops)[0].t()
 
     def input_grads(self, d_positives: list[Tensor]) -> tuple[Tensor, ...]:
         return self.gradient.finish(d_positives)

@@ -4,6 +4,7 @@ Letter:  P thresholds of a query
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,16 @@ from torch import Tensor
 from rankgrad.ops.triton.bucket_tables import BucketTables
 
 
-@dataclass(frozen=True)
+@dataclass
 class CountArgs:
     """What the counting kernel gets for a row block."""
 
     thresholds: Tensor  # [P, rows], or the first edge
     num_thresholds: int
+
+    def __post_init__(self) -> None:
+        if not self.num_thresholds:  # the kernel prefetches, and there must be something to read
+            self.thresholds = self.thresholds.new_zeros(1, self.thresholds.shape[-1])
 
 
 class BackwardArgs:
@@ -86,6 +91,12 @@ class BackwardArgs:
             self.weights = (self.weights / unit).contiguous()
         else:
             self.extra = self.extra / unit
+
+    def pairs(self) -> "BackwardArgs":
+        """The same with thresholds and weights side by side in place of weights, for a kernel to load both at once."""
+        made = copy(self)
+        made.weights = torch.stack((self.thresholds, self.weights), dim=-1).view(torch.int64)[..., 0]
+        return made
 
     def kernel_args(self, role: str) -> dict[str, Any]:
         """Arguments of the queries in the rows or the columns of a tile, `role` "row" or "column"."""

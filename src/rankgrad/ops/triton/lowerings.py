@@ -35,7 +35,7 @@ class Lowering(ABC, Generic[R]):
 
     mode: ClassVar[Any]
     count_dtype: ClassVar[torch.dtype] = torch.float32
-    keeps_slopes: ClassVar[bool] = False  # whether counting also sums slopes and stores centres for the gradient
+    keeps_slopes: ClassVar[bool] = False  # whether counting also sums slopes for the gradient
     many_mode: ClassVar[Any] = None  # MODE where queries have many positives, if another one is faster then
     per_positive: ClassVar[bool] = True  # whether thresholds are positives, which makes comparisons most of a tile's work
 
@@ -96,7 +96,7 @@ class Lowering(ABC, Generic[R]):
         """For a row block whose queries have at most `width` positives."""
 
     def backward_args(self, thresholds: Any, rank_grad: Any, kept: Any) -> BackwardArgs:
-        """`kept` is (slopes, centres) of the count where `keeps_slopes`."""
+        """`kept` is (slopes, thresholds as they were counted with) where `keeps_slopes`."""
         raise NotImplementedError(f"{type(self.ranker).__name__} has no gradient")
 
     def threshold_grad(self, rank_grad: Any, kept: Any, args: BackwardArgs) -> Tensor | DescendingCounts | None:
@@ -178,7 +178,7 @@ class SigmoidLowering(Lowering[Sigmoid]):
     def backward_args(
         self, thresholds: SigmoidThresholds, rank_grad: SigmoidWeights, kept: tuple[Tensor, Tensor]
     ) -> BackwardArgs:
-        return BackwardArgs(thresholds.columns, rank_grad.weights, kept[1], rank_grad.sums.amax(), steepest=0.25)
+        return BackwardArgs(kept[1], rank_grad.weights, rank_grad.sums, rank_grad.sums.amax(), steepest=0.25)
 
     def threshold_grad(self, rank_grad: SigmoidWeights, kept: tuple[Tensor, Tensor], args: BackwardArgs) -> Tensor:
         return kept[0]  # the slopes, see `positive_backward`
@@ -244,7 +244,7 @@ class UpperBoundLowering(Lowering[UpperBound]):
 
     def backward_args(self, thresholds: Thresholds, rank_grad: Tensor, kept: tuple[Tensor, Tensor]) -> BackwardArgs:
         peak = torch.linalg.vector_norm(rank_grad, 1, dim=0).amax()
-        return BackwardArgs(thresholds.columns, rank_grad, kept[1], peak, steepest=max(0.25, self.ranker.rho * self.ranker.tau))
+        return BackwardArgs(kept[1], rank_grad, peak, peak, steepest=max(0.25, self.ranker.rho * self.ranker.tau))
 
     def threshold_grad(self, rank_grad: Tensor, kept: tuple[Tensor, Tensor], args: BackwardArgs) -> Tensor:
         return -(rank_grad * kept[0]).t()

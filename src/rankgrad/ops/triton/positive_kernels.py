@@ -69,7 +69,7 @@ def weigh_kernel(
     tl.store(sums + o_r, b_sum, mask=m_r)
 
 
-@kernel(do_not_specialize=("P", "num_rows"))
+@kernel(do_not_specialize=("P", "num_rows"), do_not_specialize_on_alignment=("slopes",))
 def among_bwd_kernel(
     scores, among_weights, weights, slopes, num_relevant, out, num_rows, P, scale,
     ASM: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr,

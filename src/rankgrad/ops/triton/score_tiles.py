@@ -17,8 +17,7 @@ SIZES = (
 )
 PER_QUERY = (
     *("start", "stop", "self_index", "first_partner", "last_partner", "num_relevant"),
-    *("thresholds", "counts", "slopes", "centres"),
-    *(f"{role}_{name}" for role in ("row", "column") for name in ("t", "w", "extra", "reached")),
+    *(f"{role}_{name}" for role in ("row", "column") for name in ("t", "w", "extra", "reached", "counts", "slopes")),
 )
 
 # Most dimensions whose products are summed by a tensor core, and what share of a score is cut off for each of them in the mean:
@@ -82,6 +81,36 @@ def described_score_tile(
 
 
 @triton.jit
+def stripe(i, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """Row and column of the i-th tile: GROUP row tiles at a time, so that the candidates of a wave are read from the cache."""
+    number = i // (GROUP * column_tiles)
+    height = tl.minimum(row_tiles - number * GROUP, GROUP)
+    inside = i % (GROUP * column_tiles)
+    return number * GROUP + inside % height, inside // height
+
+
+@triton.jit
+def part_of(b_x, WHICH: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """One of 1, 2 or 4 parts of a tile's columns: numbers of all columns at once would not fit into the registers."""
+    if PARTS == 1:
+        b_part = b_x
+    else:
+        b_left, b_right = _halves(b_x, BM, BN)
+        b_half = b_left if WHICH < PARTS // 2 else b_right
+        if PARTS == 2:
+            b_part = b_half
+        else:
+            b_left, b_right = _halves(b_half, BM, BN // 2)
+            b_part = b_left if WHICH % 2 == 0 else b_right
+    return b_part
+
+
+@triton.jit
+def _halves(b_x, BM: tl.constexpr, BN: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(b_x, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def split_step(k, D: tl.constexpr):
     """Where in a row of high and low parts step k of three products begins, of queries and of candidates.
 
@@ -102,12 +131,85 @@ def ends_sum(k, D: tl.constexpr):
 
 
 @triton.jit
+def visible_tile(
+    queries, candidates, row_bias, column_bias, alpha, start, stop, self_index, columns, m_first, n_first,
+    num_queries, num_candidates,
+    LISTED: tl.constexpr, RANK_SELF: tl.constexpr, DESCRIBED: tl.constexpr,
+    SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Scores of queries from m_first and candidates from n_first on, -inf where a pair is hidden or past the end."""
+    b_s = made_tile(
+        queries, candidates, row_bias, column_bias, alpha, m_first, n_first, DESCRIBED, SPLIT, D, BM, BN, BK
+    )  # fmt: skip
+    first, last = hidden_range(start, stop, self_index, m_first, num_queries, LISTED, BM)
+    return hide_tile(
+        b_s, start, stop, self_index, columns, first, last, m_first, n_first, num_queries, num_candidates,
+        LISTED, RANK_SELF, BM, BN,
+    )  # fmt: skip
+
+
+@triton.jit
+def made_tile(
+    queries, candidates, row_bias, column_bias, alpha, m_first, n_first,
+    DESCRIBED: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Scores of queries from m_first and candidates from n_first on. DESCRIBED: both are tensor descriptors."""
+    if DESCRIBED:
+        b_s = described_score_tile(queries, candidates, row_bias, alpha, m_first, n_first, D, BM, BN, BK)
+    else:
+        o_m = m_first + tl.arange(0, BM)
+        o_n = n_first + tl.arange(0, BN)
+        b_s = score_tile(queries, candidates, row_bias, column_bias, alpha, o_m, o_n, SPLIT, D, BM, BN, BK)
+    return b_s
+
+
+@triton.jit
+def hidden_range(start, stop, self_index, m_first, num_queries, LISTED: tl.constexpr, BM: tl.constexpr):
+    """`hidden_columns` of queries from m_first on; where relevant candidates are LISTED they may be anywhere."""
+    first = 0
+    last = 2147483647
+    if LISTED == 0:
+        o_m = m_first + tl.arange(0, BM)
+        m_m = o_m < num_queries
+        b_start = tl.load(start + o_m, mask=m_m, other=0)
+        b_stop = tl.load(stop + o_m, mask=m_m, other=0)
+        first, last = hidden_columns(b_start, b_stop, tl.load(self_index + o_m, mask=m_m, other=-1))
+    return first, last
+
+
+@triton.jit
+def hide_tile(
+    b_s, start, stop, self_index, columns, first, last, m_first, n_first, num_queries, num_candidates,
+    LISTED: tl.constexpr, RANK_SELF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """-inf where a pair of a tile is hidden or past the end; first and last come from `hidden_range`."""
+    o_m = m_first + tl.arange(0, BM)
+    o_n = n_first + tl.arange(0, BN)
+    m_m = o_m < num_queries
+    if ((n_first < last) & (n_first + BN > first)) | (n_first + BN > num_candidates):
+        b_start = tl.load(start + o_m, mask=m_m, other=0)
+        b_stop = tl.load(stop + o_m, mask=m_m, other=0)
+        b_self = tl.load(self_index + o_m, mask=m_m, other=-1)
+        if LISTED:
+            b_s = hide_listed(b_s, columns, b_start, b_stop, b_self, n_first, o_n, num_candidates, RANK_SELF, BN)
+        else:
+            b_s = hide(b_s, b_start, b_stop, b_self, o_n, num_candidates, RANK_SELF)
+    if m_first + BM > num_queries:  # columns are queries too and must not count a row past the end
+        b_s = tl.where(m_m[:, None], b_s, float("-inf"))
+    return b_s
+
+
+@triton.jit
 def hide(b_s, b_start, b_stop, b_self, o_n, num_candidates, RANK_SELF: tl.constexpr):
     """-inf where a column is relevant to the row, the query itself, or past the end."""
-    b_hidden = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_stop[:, None])
-    b_is_self = o_n[None, :] == b_self[:, None]
-    b_hidden = b_hidden & (b_is_self == 0) if RANK_SELF else b_hidden | b_is_self
-    return tl.where(b_hidden | (o_n[None, :] >= num_candidates), float("-inf"), b_s)
+    b_n = o_n[None, :]
+    # one after the other, so that few comparisons are alive
+    if RANK_SELF:
+        b_s = tl.where((b_n >= b_start[:, None]) & (b_n < b_stop[:, None]) & (b_n != b_self[:, None]), float("-inf"), b_s)
+    else:
+        b_s = tl.where((b_n >= b_start[:, None]) & (b_n < b_stop[:, None]), float("-inf"), b_s)
+        b_s = tl.where(b_n == b_self[:, None], float("-inf"), b_s)
+    return tl.where(b_n >= num_candidates, float("-inf"), b_s)
 
 
 @triton.jit

@@ -16,9 +16,7 @@ STEP = 64
 # run time: to compile one more candidate takes longer than a training step gains from it in a thousand calls.
 Tiles: TypeAlias = Sequence[tuple[int, dict[str, int]]]
 COUNT_TILES: Tiles = (
-    (190_000, {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}),
-    (190_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3}),
-    # before Hopper a thread of 4 warps would spill registers
+    (190_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3, "maxnreg": 128}),
     (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
     (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
 )
@@ -36,23 +34,22 @@ STORE_TILES: Tiles = (
 DESCRIBED_TILE = {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}
 STRIPE = 16
 
-# Stored scores take little shared memory, and a thread holds few of them: sums along the queries' lists stay in a thread.
-TALLY_ROWS = {"BM": 1, "BN": 1024, "num_warps": 4}
-TALLY_COLUMNS = {"BM": 32, "BN": 32, "num_warps": 4}
-# programs of these from which on their lists are not split: four for each multiprocessor of an H200
-PROGRAMS = 528
-GRADIENT_TILE = {"BM": 16, "BN": TILE, "num_warps": 4}
-SQUARE_GRADIENT_TILE = {"BM": TILE // 2, "BN": TILE // 2, "num_warps": 8}
+# Where scores are made and their gradient is taken, and where they are counted for both of their queries: several programs for
+# each multiprocessor, so that one multiplies while another compares, as many as `maxnreg` registers of a thread allow. A
+# program has the thresholds of one of PARTS of its columns at a time.
+BACKWARD_TILES: Tiles = (
+    (190_000, {"BM": TILE // 2, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3, "PARTS": 2, "maxnreg": 168}),
+    (99_000, {"BM": TILE // 2, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3, "PARTS": 2}),
+    (0, {"BM": TILE // 2, "BN": TILE, "BK": 32, "num_warps": 4, "num_stages": 2, "PARTS": 2}),
+)
+COUNT_BOTH_TILES: Tiles = (
+    (190_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 3, "PARTS": 2, "maxnreg": 168}),
+    (99_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 3, "PARTS": 2}),
+    (0, {"BM": TILE, "BN": TILE // 2, "BK": 32, "num_warps": 4, "num_stages": 2, "PARTS": 2}),
+)
 
-# From this number of thresholds on, comparisons with positives are the larger part of a tile's work, and smaller tiles hide
-# more of it behind the products; those with the edges of bins are too cheap for that.
-MANY_THRESHOLDS = 8
-
-
-def splits_of(tile: Mapping[str, int], queries: int, others: int) -> int:
-    """In how many parts the lists of queries are split, so that a large GPU has PROGRAMS of them, of 4 steps at least."""
-    programs, steps = max(queries // tile["BM"], 1), others // tile["BN"]
-    return max(min(PROGRAMS // programs, steps // 4), 1)
+# Of stored scores: what is looked up for each row and each column of a tile makes a square the best shape.
+GRADIENT_TILE = {"BM": TILE // 2, "BN": TILE // 2, "num_warps": 8}
 
 
 @cache
