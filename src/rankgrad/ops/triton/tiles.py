@@ -16,7 +16,7 @@ STEP = 64
 # run time: to compile one more candidate takes longer than a training step gains from it in a thousand calls.
 Tiles: TypeAlias = Sequence[tuple[int, dict[str, int]]]
 COUNT_TILES: Tiles = (
-    (190_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3, "maxnreg": 128}),
+    (190_000, {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}),
     (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
     (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
 )
