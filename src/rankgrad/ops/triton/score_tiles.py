@@ -56,7 +56,8 @@ def score_tile(
             p_c += BK
         b_bias += tl.load(column_bias + o_n)[None, :]
     # what is not centred has no bias: it is 0 and keeps the product from being fused with what is subtracted next, which would
-    # leave the product unrounded there: equal scores have to be equal to the last bit
+    # leave the product unrounded there: equal scores have to be equal to the last bit. Besides, a threshold less a bare product
+    # was compiled to nothing at all (Triton 3.6, ptxas 12.8).
     return b_s * b_alpha + b_bias
 
 
