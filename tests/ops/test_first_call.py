@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import rankgrad as rg
+from rankgrad.ops import functional
 from rankgrad.ops.dry_run import dry_run, launch_instead
 
 triton = pytest.importorskip("triton")
@@ -216,6 +217,13 @@ def test_a_kind_of_call_is_compiled_once_and_loaded_by_other_threads(gpu):
     loss.precision = "high"
     loss(embeddings, labels)
     assert gpu.names.count("operand_kernel") == 2
+
+
+def test_what_the_capture_of_the_next_call_launches_is_compiled_with_the_first(gpu, monkeypatch):
+    monkeypatch.setattr(functional, "_may_capture", lambda leaf, config: True)
+    embeddings, labels = batch(4)
+    rg.FastAPLoss(backend="triton", precision="fast")(embeddings, labels)
+    assert set(gpu.names) == EMBEDDINGS | FEW | {"class_kernel", "place_kernel"}
 
 
 def test_another_objective_compiles_its_kernel_with_the_others(gpu):

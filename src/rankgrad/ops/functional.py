@@ -98,12 +98,14 @@ def embedding_losses(
 
     lowering = lowering_for(ranker, given_scores=False)
     source = EmbeddingSource.of(built, queries.device, precision, normalized=compute.normalize, ops=lowering)
-    shape = queries.shape[1], candidates is None, shard is None, _wants_gradient(queries, candidates)
+    will_capture = graphs is not None and capturable and len(queries) <= MOST_ROWS and _may_capture(queries, config)
+    shape = queries.shape[1], candidates is None, shard is None, _wants_gradient(queries, candidates), will_capture
     return _run_compiled(
         frozenset((*shape, kind) for kind in source.kinds),
         lambda config: _run(source, lowering, config, everyone, tensors(), caller),
         config,
         queries.device,
+        next_call=partial(relevance.to(queries.device).build, captured=True) if will_capture else None,
     )
 
 
@@ -245,14 +247,28 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
 
 
 def _run_compiled(
-    kinds: frozenset[Hashable], run: Callable[[LossConfig], LossOutput], config: LossConfig, device: torch.device
+    kinds: frozenset[Hashable],
+    run: Callable[[LossConfig], LossOutput],
+    config: LossConfig,
+    device: torch.device,
+    *,
+    next_call: Callable[[], object] | None = None,
 ) -> LossOutput:
-    """`run` by the kernels, which are compiled in parallel before the first call of a kind."""
+    """`run` by the kernels, which are compiled in parallel before the first call of a kind.
+
+    With those of `next_call`, what the call after this one launches besides.
+    """
     from rankgrad.ops.triton.first_call import StandIn, compile_together
 
     stand_in = StandIn.of(config.objective)
     kinds = frozenset((kind, stand_in.kind) for kind in kinds)
-    compile_together(kinds, lambda: run(replace(config, objective=stand_in)), device)
+
+    def dry() -> None:
+        if next_call is not None:
+            next_call()
+        run(replace(config, objective=stand_in))
+
+    compile_together(kinds, dry, device)
     return run(config)
 
 
