@@ -138,6 +138,60 @@ def test_gradients_are_added_to_those_that_are_there(recorder, keep, chunk_size)
             torch.testing.assert_close(parameter.grad, parts[0][name] + parts[1][name])
 
 
+@pytest.mark.parametrize(("keep", "chunk_size"), [(2, 4), (1, 0)])
+def test_a_batch_without_graphs_gets_no_gradients_of_the_one_before(recorder, keep, chunk_size):
+    """The last batch of an epoch may be smaller than the others."""
+    model, images, labels = problem(20)
+    step = large(model, keep, chunk_size)
+    _, expected = gradients_of_step(step, images[:3], labels[:3])
+    step.record(graphs_of(model), images, labels)
+    gradients_of_step(step, images, labels)
+    _, found = gradients_of_step(step, images[:3], labels[:3])
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+class SharedMemory(FakeRecorder):
+    """Graphs of one pool share memory: a forward pass overwrites the gradients that the last backward pass has written."""
+
+    graphs: GraphedModel
+
+    def record(self, call):
+        replay = super().record(call)
+
+        def overwriting():
+            for total in self.graphs._sums:
+                if total is not None:
+                    total.fill_(torch.nan)
+            replay()
+
+        return overwriting
+
+
+def test_gradients_that_are_added_to_outlast_the_memory_of_the_graphs(recorder):
+    model, images, labels = problem(20)
+    step = large(model, 1, chunk_size=0)
+    SharedMemory.graphs = GraphedModel(model, None, SharedMemory)
+    step.record(SharedMemory.graphs, images, labels)
+    _, once = gradients_of_step(step, images, labels)
+    torch.manual_seed(3)
+    step(images, labels)
+    for name, value in once.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, 2 * value)
+
+
+def test_a_batch_with_more_chunks_than_were_recorded(recorder):
+    model, images, labels = problem(20)
+    step = large(model, 99)
+    _, expected = gradients_of_step(step, images, labels)
+    step.record(graphs_of(model), images[:6], labels[:6])
+    _, found = gradients_of_step(step, images, labels)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+    assert recorder.replays == 2
+
+
 class Shifts(nn.Module):
     """Two parameters get the very gradient of the output, and a third one with other strides."""
 

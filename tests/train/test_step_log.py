@@ -39,7 +39,15 @@ def journal(folder, model=None, loss=None, *, log_every=3):
 
 
 @pytest.mark.parametrize("log_every", [1, 3])
-@pytest.mark.parametrize("loss", [remembering, functools.partial(rg.RecallAtKLoss, learn_tau=True)], ids=["memory", "learned"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        remembering,
+        functools.partial(rg.RecallAtKLoss, learn_tau=True),
+        functools.partial(rg.RecallAtKLoss, tau_end=0.2),
+    ],
+    ids=["memory", "learned", "scheduled"],
+)
 def test_late_entries_are_those_that_come_at_once(tmp_path, request, loss, log_every):
     at_once = journal(tmp_path / "at once", loss=loss(), log_every=log_every)
     request.getfixturevalue("late")
@@ -127,6 +135,23 @@ def test_the_last_complete_step_before_an_error_has_its_entry(tmp_path, late, er
     lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 3]
     assert (lines[-1]["kind"] == "end") == (error is ValueError)
+
+
+class RefusesLater(rg.RecallAtKLoss):
+    """A loss that takes scores once, as of a GPU that runs out of memory later."""
+
+    def from_scores(self, scores, relevance, **options):
+        if hasattr(self, "has_taken"):
+            raise torch.OutOfMemoryError("no memory")
+        self.has_taken = True
+        return super().from_scores(scores, relevance, **options)
+
+
+def test_the_last_complete_step_before_an_error_has_its_entry_also_without_diagnostics(tmp_path, late):
+    with pytest.raises(ValueError, match="no more"):
+        journal(tmp_path, model=FailsAt(4, ValueError), loss=RefusesLater())
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [(line["step"], "spread" in line) for line in lines if line["kind"] == "step"] == [(1, True), (3, False)]
 
 
 class RefusesScores(rg.RecallAtKLoss):

@@ -99,6 +99,7 @@ class GraphedModel:
         self._parameters: list[nn.Parameter] = []
         self._sums: list[Tensor | None] = []
         self._sums_are_written = False
+        self._has_gradients = False
         self._signature: Any = None
 
     @property
@@ -106,9 +107,10 @@ class GraphedModel:
         """Number of chunks, from the first one on, that keep their activations."""
         return len(self._kept)
 
-    def accepts(self, chunk: Tensor) -> bool:
-        """Whether there are graphs for a chunk."""
-        return self._signature is not None and self.model.training and _signature(chunk) == self._signature
+    def accepts(self, chunk: Tensor, index: int) -> bool:
+        """Whether there are graphs for chunk `index` of a batch."""
+        alike = self._signature is not None and _signature(chunk) == self._signature
+        return alike and self.model.training and (index < self.num_kept or self._embed is not None)
 
     def record(self, chunk: Tensor, *, kept: int, others: bool) -> str | None:
         """Records the passes; returns the reason where that failed, and the model then runs layer by layer.
@@ -209,7 +211,11 @@ class GraphedModel:
         self._run_backward(each)
 
     def begin_step(self) -> None:
-        """Resets the gradients; those that parameters still have from the last step are kept for them."""
+        """Resets the gradients; those that parameters still have from the last step are kept for them.
+
+        Call it before the first forward pass, which may use their memory for activations.
+        """
+        self._has_gradients = False
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             if total is not None and parameter.grad is total:
                 parameter.grad = total.clone()
@@ -228,6 +234,7 @@ class GraphedModel:
         each = self._kept[index]
         each.gradient.copy_(gradient)
         each.backward()
+        self._has_gradients = True
 
     def forward(self, chunk: Tensor) -> Tensor:
         """Embeddings of any chunk, without activations."""
@@ -242,9 +249,12 @@ class GraphedModel:
         self._repeat.images.copy_(chunk, non_blocking=True)
         self._repeat.gradient.copy_(gradient)
         self._repeat.backward()
+        self._has_gradients = True
 
     def end_step(self) -> None:
         """Adds the gradients of all backward passes since `begin_step` to those of the parameters."""
+        if not self._has_gradients:
+            return
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             if total is not None:
                 parameter.grad = total if parameter.grad is None else parameter.grad + total

@@ -209,13 +209,15 @@ class LargeBatch:
             kept = min(kept, last)  # such a model must see the pass that synchronises directly before its backward
         chunks: list[_Chunk] = []
         for i, cut in enumerate(cuts):
-            if graphs is not None and isinstance(images, Tensor) and graphs.accepts(images[cut]):
+            if graphs is not None and isinstance(images, Tensor) and graphs.accepts(images[cut], i):
                 chunks.append(_GraphedChunk(graphs, partial(select_rows, images, cut, device), device, i))
             else:
                 chunks.append(_EagerChunk(partial(self._embed, images, cut, device), device, keep=i < kept))
         prepare_labels = getattr(self.loss, "prepare_labels", None)
         if callable(prepare_labels):
             prepare_labels(labels)
+        if graphs is not None:
+            graphs.begin_step()
         parts = []
         with self._agreed():
             for i, chunk in enumerate(chunks):
@@ -231,8 +233,6 @@ class LargeBatch:
             self.ranked = torch.cuda.Event()
             self.ranked.record(torch.cuda.current_stream(device))
         after = RngSnapshot.of(device)
-        if graphs is not None:
-            graphs.begin_step()
 
         def backward(i: int) -> None:
             with self._sync(i == last):

@@ -66,6 +66,8 @@ class StepLog:
         entry = self._entry = _StepEntry(number, epoch, content)
         if beside:
             entry.begin = partial(self._diagnose_beside, output, known, loss) if first else None
+            if known.keys() - {"skipped"}:  # settings of the loss, which the next step changes
+                self._begin(entry)
         else:
             self.step.flush()  # diagnostics synchronise anyway, and cannot make sense of NaN
             content |= diagnose(output.embeddings, output.labels, loss) if first else {}
@@ -99,6 +101,9 @@ class StepLog:
             if self._entry is not None and self.step.processes.size == 1:
                 self._wait_for_values(self._entry)
             if self._entry is not None and self._entry.values is not None:
+                self._begin(self._entry)
+                if self._entry.pending is not None and self._entry.pending.exception() is not None:
+                    self._entry.pending = None  # what ended the run, such as a lack of memory, may prevent diagnostics
                 self._write()
         self._entry = None
 
