@@ -26,7 +26,7 @@ from benchmarks.synthetic import hard_batch
 from rankgrad.ops.dry_run import dry_run
 
 ITEMS, DIM = 512, 512
-# few thresholds of a query, so many that other tiles are chosen (MANY_THRESHOLDS), and so many that grids pay off
+# few thresholds of a query, more, and so many that grids pay off
 PER_CLASS = (4, 16, 64)
 
 

@@ -226,6 +226,14 @@ def test_what_the_capture_of_the_next_call_launches_is_compiled_with_the_first(g
     assert set(gpu.names) == EMBEDDINGS | FEW | {"class_kernel", "place_kernel"}
 
 
+def test_levels_of_labels_are_not_indexed_by_an_order_that_no_kernel_has_written(gpu, monkeypatch):
+    monkeypatch.setattr(functional, "_may_capture", lambda leaf, config: True)
+    embeddings, labels = batch(4)
+    levels = rg.Levels(torch.stack((labels, torch.arange(128, device=DEVICE) // 2), dim=1))
+    rg.RankLoss(rg.Sigmoid(0.05), rg.NDCG(), backend="triton", precision="fast")(embeddings, relevance=levels)
+    assert set(gpu.names) >= EMBEDDINGS | FEW | {"class_kernel", "place_kernel"}
+
+
 def test_another_objective_compiles_its_kernel_with_the_others(gpu):
     embeddings, labels = batch(4)
     for objective in (rg.AveragePrecision(), rg.RecallAtK((1, 4)), rg.AveragePrecision()):

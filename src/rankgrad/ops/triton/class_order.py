@@ -6,9 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
+from rankgrad.ops.dry_run import launch_instead
 from rankgrad.ops.triton.class_order_kernels import class_kernel, place_kernel
 
-# Items up to which it is done, which the kernels' number of a class has the bits for: an item is compared with each other one.
+# Most items: each is compared with every other one, and the number that the kernels give a class has 13 bits for an item.
 MOST_ITEMS = 8192
 
 BLOCK = {"BI": 32, "BJ": 128, "num_warps": 8}
@@ -28,7 +29,9 @@ def class_order(labels: Tensor) -> ClassOrder:
     labels, items = labels.contiguous(), len(labels)
     counted = torch.empty(3, items, dtype=torch.int32, device=labels.device)
     of_classes = dict(zip(("size", "number", "before"), counted, strict=True))
-    made = ClassOrder(*(torch.empty_like(labels) for _ in ClassOrder._fields))
+    # the caller indexes by the order, which no kernel writes in a dry run
+    make = torch.empty_like if launch_instead() is None else torch.zeros_like
+    made = ClassOrder(*(make(labels) for _ in ClassOrder._fields))
     grid = (triton.cdiv(items, BLOCK["BI"]),)
     class_kernel[grid](labels=labels, **of_classes, items=items, **BLOCK)
     place_kernel[grid](**of_classes, **made._asdict(), items=items, **BLOCK)

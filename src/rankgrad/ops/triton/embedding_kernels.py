@@ -3,7 +3,7 @@
     positives_kernel   scores of relevant pairs, by the same arithmetic as every other tile: of intervals, and of lists
     count_kernel       a program owns BM queries and walks over candidates: how much lies ahead of each threshold
     backward_kernel    the gradient of scores, for the library's products
-    scatter_kernel     the same for many thresholds: each candidate is added to the one place of its query that it belongs to
+    scatter_kernel     counts for many thresholds: each candidate is added to the one place of its query that it belongs to
     gather_kernel      gradients of the relevant pairs, added to the products' result in the caller's row order
 
 Scores exist in registers, as tiles of `score_tiles`; those that are stored see `stored_kernels`. What depends on the ranker

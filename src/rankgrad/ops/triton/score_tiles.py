@@ -13,7 +13,7 @@ import triton.language as tl
 # tells apart (1, a multiple of 16, aligned) is seconds of compiling at the next batch size.
 SIZES = (
     *("P", "row_p", "column_p", "num_rows", "num_candidates", "num_columns", "pass_rows", "first_row", "first_column", "items"),
-    *("num_queries", "first_in_group", "tiles_per_split", "splits", "size", "bits", "count_bits", "pairs"),
+    *("num_queries", "tiles_per_split", "splits", "size", "bits", "count_bits", "pairs"),
 )
 PER_QUERY = (
     *("start", "stop", "self_index", "first_partner", "last_partner", "num_relevant"),
