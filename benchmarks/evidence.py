@@ -121,7 +121,7 @@ class Evidence:
         """Of `label` over `other` with the same seeds, with its sign."""
         ours, theirs = ({row["seed"]: row for row in self._of(file, name)} for name in (label, other))
         differences = [float(row[metric]) - float(theirs[seed][metric]) for seed, row in ours.items() if seed in theirs]
-        return f"{100 * statistics.fmean(differences):+.1f}"
+        return f"{round(100 * statistics.fmean(differences), 1) + 0.0:+.1f}"  # adding 0 makes 0.0 of -0.0
 
     def best(self, file: str, group: str, metric: str) -> str:
         """The label with the largest mean."""

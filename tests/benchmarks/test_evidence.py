@@ -47,6 +47,12 @@ def test_fields_are_computed_from_the_runs(evidence):
     assert [lines[0], *lines[2:]] == [["loss", "R@1"], ["A", "52.0 ± 2.8 [50.0, 54.0]"], ["B", "65.0 ± 7.1"]]
 
 
+def test_a_difference_that_rounds_to_nothing_has_no_minus(tmp_path):
+    rows = ("group,label,seed,split,R@1", "loss,A,0,test,0.5", "loss,B,0,test,0.5001")
+    (tmp_path / "runs.csv").write_text("\n".join(rows))
+    assert page("{{ gain runs A B R@1 }}", Evidence(tmp_path, tmp_path)).removeprefix(NOTICE) == "+0.0"
+
+
 def test_curves_are_drawn_beside_the_page(evidence, tmp_path):
     text = page("{{ curves runs loss R@1 'R@1 over training' }}", evidence)
     assert text == f"{NOTICE}![R@1 over training](images/runs-loss-r-1.svg)"
