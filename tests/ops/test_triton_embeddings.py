@@ -153,6 +153,39 @@ def test_a_score_of_two_passes_is_counted_for_both_of_its_queries(ranker, monkey
     assert set(map(str, made)) == set(map(str, halves))
 
 
+@pytest.mark.parametrize("precision", ["fast", "high"])
+def test_splits_of_the_candidates_take_limited_memory(precision, monkeypatch):
+    monkeypatch.setattr(fused_scores, "ROW_BYTES", 1)
+    splits = []
+    count = fused_scores.FusedScores._count
+
+    def noted(*args, **options):
+        for_rows, for_columns = count(*args, **options)
+        splits.append(for_rows.shape[1])
+        return for_rows, for_columns
+
+    monkeypatch.setattr(fused_scores.FusedScores, "_count", noted)
+    loss = rg.RankLoss(rg.UpperBound(0.1, 3.0, 0.2), rg.AveragePrecision(), backend="triton", precision=precision)
+    embeddings, labels = batch(260, 60)
+    with torch.no_grad():
+        found = loss(embeddings, labels)
+    assert set(splits) == {1}
+    loss.backend = "reference"
+    assert found == pytest.approx(loss(embeddings, labels).item(), rel=1e-3)
+
+
+def test_few_queries_with_many_positives_do_not_cut_all_rows_into_tiles():
+    groups = [slice(0, 63872), slice(63872, 65536)]
+    scores = object.__new__(fused_scores.FusedScores)
+    scores.ops = lowerings.lowering_of(rg.Sigmoid(0.01), given_scores=False)
+    scores.passes, scores.tile = passes.Passes(groups, 65536, 2, True), {"BM": 128, "BN": 64}
+    made = []
+    scores._count = lambda args, index, rows, other, columns, *, both: (made.append(rows), (torch.zeros(2, 1, 0, 0),) * 2)[1]
+    scores._add = lambda sums, index, queries, parts: sums.setdefault(index, parts)
+    scores.count([fused_scores.CountArgs(torch.zeros(1, 1), width) for width in (3, 1600)], both=True)
+    assert made[0] == slice(0, 384)
+
+
 @pytest.mark.parametrize(("precision", "descriptors"), [("fast", False), ("high", False), ("high", True)])
 def test_a_score_is_the_same_to_the_last_bit_whichever_of_its_items_is_the_query(precision, descriptors, monkeypatch):
     if not descriptors:

@@ -14,8 +14,10 @@ from rankgrad.ops.triton.operands import padded
 from rankgrad.ops.triton.passes import Passes
 from rankgrad.ops.triton.tiles import STRIPE, TILE
 
-# Programs that count at once, for several waves on a large GPU; bytes of what is counted for columns, tile by tile of the rows.
+# Programs that count at once, for several waves on a large GPU. Bytes of what they count for rows, split by split of the
+# candidates, and for columns, tile by tile of the rows.
 PROGRAMS = 1056
+ROW_BYTES = 2**28
 COLUMN_BYTES = 2**26
 
 
@@ -50,9 +52,9 @@ class FusedScores:
         """
         groups = self.passes.groups
         sums: dict[int, Tensor] = {}
-        widest = max(of_group.num_thresholds for of_group in args)
+        of_tile = max(self._bytes(*of_group) for of_group in zip(args, groups, strict=True))
         for index, group in enumerate(groups):
-            for rows in self._row_passes(group, widest) if both else [group]:
+            for rows in self._row_passes(group, of_tile) if both else [group]:
                 for other, columns in self._columns(index, rows, both=both):
                     for_rows, for_columns = self._count(args, index, rows, other, columns, both=both)
                     self._add(sums, index, rows, for_rows)
@@ -70,10 +72,14 @@ class FusedScores:
             sums[index] = found.new_zeros(*found.shape[:2], group.stop - group.start)
         sums[index][:, :, queries.start - group.start : queries.stop - group.start] += found
 
-    def _row_passes(self, group: slice, width: int) -> Iterator[slice]:
-        """Rows of a group that are counted at once: COLUMN_BYTES hold what they are ahead of, tile by tile."""
-        bytes_of_tile = 4 * (1 + self.ops.keeps_slopes) * max(width, 1) * self.passes.num_candidates
-        step = max(COLUMN_BYTES // bytes_of_tile * self.tile["BM"] // TILE, 1) * TILE
+    def _bytes(self, args: CountArgs, queries: slice) -> int:
+        """Of what is counted once for these queries of a group, 1 where there is nothing to count."""
+        count: int = queries.stop - queries.start
+        return max(4 * (1 + self.ops.keeps_slopes) * args.num_thresholds * count, 1)
+
+    def _row_passes(self, group: slice, of_tile: int) -> Iterator[slice]:
+        """Rows of a group that are counted at once: COLUMN_BYTES hold what they are ahead of, `of_tile` bytes for each tile."""
+        step = max(COLUMN_BYTES // of_tile * self.tile["BM"] // TILE, 1) * TILE
         for begin in range(group.start, group.stop, step):
             yield slice(begin, min(begin + step, group.stop))
 
@@ -92,7 +98,8 @@ class FusedScores:
         """[1 or 2, parts, P, queries] for these rows and, if `both`, for these columns."""
         row_tiles = triton.cdiv(rows.stop - rows.start, self.tile["BM"])
         column_tiles = triton.cdiv(columns.stop - columns.start, self.tile["BN"])
-        per_split = triton.cdiv(column_tiles, min(column_tiles, triton.cdiv(PROGRAMS, row_tiles)))
+        most_splits = min(triton.cdiv(PROGRAMS, row_tiles), max(ROW_BYTES // self._bytes(args[index], rows), 1))
+        per_split = triton.cdiv(column_tiles, min(column_tiles, most_splits))
         splits = triton.cdiv(column_tiles, per_split)
         for_rows = self._zeros(splits, args[index], rows)
         for_columns = self._zeros(row_tiles, args[other], columns) if both else for_rows
