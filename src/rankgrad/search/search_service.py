@@ -243,7 +243,7 @@ def _part(image: "Image.Image", box: Box, listed: tuple[int, ...] | None = None)
 
 
 def _link_of(embedding: NDArray[np.float32]) -> str:
-    """An embedding for an address: a byte for each dimension, which moves a cosine by less than 0.001."""
+    """An embedding for an address: a byte for each dimension, which moves a cosine by some 0.001."""
     scaled = np.round(127 * embedding / np.abs(embedding).max()).astype(np.int8)
     return base64.urlsafe_b64encode(scaled.tobytes()).decode().rstrip("=")
 
