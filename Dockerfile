@@ -1,5 +1,6 @@
 # CPU:   docker build -t rankgrad .
 # CUDA:  docker build -t rankgrad:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .
+# with the kernels of the default loss compiled for some GPUs:  --build-arg GPUS="h100 a100"
 #
 #   docker run --rm rankgrad demo
 #   docker run --rm --gpus all --shm-size 8g -v "$PWD:/work" rankgrad:cuda train --data /work/images --out /work/runs/mine
@@ -22,5 +23,10 @@ RUN pip install --no-cache-dir "/src[all]" && rm -rf /src
 RUN useradd --create-home rankgrad && install --directory --owner rankgrad /work
 USER rankgrad
 WORKDIR /work
+
+# without a GPU; the first training step then loads them
+ARG GPUS=""
+RUN for gpu in $GPUS; do rankgrad compile --gpu "$gpu" || exit 1; done
+
 ENTRYPOINT ["rankgrad"]
 CMD ["--help"]

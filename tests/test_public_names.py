@@ -47,6 +47,7 @@ NAMES = [
     "UpperBound",
     "WeightedRecall",
     "both_ways",
+    "compile_kernels",
     "evaluate",
     "fit",
     "evaluate_scores",

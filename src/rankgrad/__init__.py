@@ -14,6 +14,7 @@ from rankgrad.losses.average_precision import (
     SupAPLoss,
 )
 from rankgrad.losses.calibration import CalibratedRankLoss, PairCalibration, ProxyAnchor, ProxySoftmax
+from rankgrad.losses.compile_ahead import compile_kernels
 from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory, ScoreMemory
 from rankgrad.losses.multiclass import MulticlassRankLoss
@@ -89,6 +90,7 @@ __all__ = [
     "UpperBound",
     "WeightedRecall",
     "both_ways",
+    "compile_kernels",
     "evaluate",
     "evaluate_scores",
     "fit",

@@ -12,6 +12,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from rankgrad._gpu import gpu_of
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -57,11 +59,11 @@ def triton_obstacle(device: torch.device) -> str | None:
     """Why Triton's kernels cannot run on tensors on `device`, None where they can: on a CPU only in the interpreter."""
     if find_spec("triton") is None:
         return "triton is not installed"
-    if device.type != "cuda":
+    if (gpu := gpu_of(device)) is None:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return None if interpreted else f"the tensors are on {device} and TRITON_INTERPRET=1 is not set"
-    if (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
-        wanted, found = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
+    if gpu.capability < LEAST_CAPABILITY:
+        wanted, found = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, gpu.capability))
         return f"the kernels need compute capability {wanted}, and this GPU has {found}"
     return None
 

@@ -209,10 +209,15 @@ def test_good_input_passes_validation():
 
 def test_a_gpu_without_kernels_runs_tiled_and_refuses_a_request_for_them(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+
+    def is_of(major, minor):
+        properties = SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=2**16)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    is_of(7, 5)
     on_a_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.float32)
     assert functional.resolve("auto", on_a_gpu, Exact(), caller="RankLoss") == "tiled"
     with pytest.raises(RuntimeError, match=r"the kernels need compute capability 8\.0, and this GPU has 7\.5; use"):
         functional.resolve("triton", on_a_gpu, Exact(), caller="RankLoss")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    is_of(8, 6)
     assert functional.resolve("auto", on_a_gpu, Exact(), caller="RankLoss") == "triton"

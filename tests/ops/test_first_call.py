@@ -193,10 +193,10 @@ def gpu(monkeypatch):
 
 class FakeFunction:
     def __init__(self, name, gpu):
-        self.name, self.gpu = name, gpu
+        self.__name__, self.gpu = name, gpu
 
     def warmup(self, grid, **arguments):
-        return self.gpu.warmup(self.name, grid, **arguments)
+        return self.gpu.warmup(self.__name__, grid, **arguments)
 
 
 def test_a_kind_of_call_is_compiled_once_and_loaded_by_other_threads(gpu):

@@ -67,6 +67,7 @@ COMMANDS: Mapping[str, Command] = {
     "recipes": Command("show_commands", "recipes", "List the papers' results that can be trained, or show one in full."),
     "check-data": Command("data_commands", "check_data", "Read a data set and report what is there and what is wrong."),
     "plan": Command("train_commands", "plan", "Measure a training step on this machine: time, memory, chunk size."),
+    "compile": Command("train_commands", "compile_ahead", "Compile the kernels of a loss for a GPU that need not be there."),
     "check-equivalence": Command("train_commands", "check_equivalence", "Verify that several processes compute what one does."),
     "sweep": Command("train_commands", "sweep", "Try a grid of settings on validation classes, then test the best."),
     "study": Command("train_commands", "study", "Run the papers' ablations on one data set: `rankgrad study omniglot`."),

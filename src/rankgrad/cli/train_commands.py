@@ -1,10 +1,11 @@
-"""The commands that train and test: train, eval, plan, study, sweep, check-equivalence.
+"""The commands that train and test: train, eval, plan, compile, study, sweep, check-equivalence.
 
 Those of `rankgrad detect` are the same functions, called with another task.
 """
 
 import argparse
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -158,6 +159,35 @@ def plan(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     given = parser.parse(arguments)
     recipe = _chosen_recipe(parser, kind, given, changed_settings(given, kind.recipe))
     print(f"{recipe.name}: {recipe.what}\n{step_cost_of(kind.make(recipe, _context(given)))}")
+    return 0
+
+
+def compile_ahead(arguments: Sequence[str]) -> int:
+    """`rankgrad compile [RECIPE] --gpu h100`."""
+    from rankgrad.runs.retrieval_task import RetrievalTask
+
+    kind = TASKS[RETRIEVAL]
+    parser = _recipe_parser(
+        kind,
+        "compile",
+        "Compile the kernels that training will need, into Triton's cache (TRITON_CACHE_DIR). No GPU and no data are needed.",
+        arguments,
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        action="append",
+        required=True,
+        help="GPU to compile for: h100, a100, ... or its compute capability, such as 9.0; may be repeated",
+    )
+    given = parser.parse(arguments)
+    recipe = _chosen_recipe(parser, kind, given, changed_settings(given, kind.recipe))
+    assert isinstance(recipe, RetrievalRecipe)
+    task = RetrievalTask(recipe, replace(_context(given), device=torch.device("cpu")))
+    for gpu in given.gpu:
+        began = time.perf_counter()
+        kernels = task.compile_kernels(gpu)
+        print(f"{recipe.name}: {kernels} kernels for {gpu} in {time.perf_counter() - began:.1f} s")
     return 0
 
 

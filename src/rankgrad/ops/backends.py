@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rankgrad._device import triton_obstacle
+from rankgrad._gpu import has_gpu
 from rankgrad.ops.loss_config import Backend, ScorePrecision
 from rankgrad.ops.rankers import Ranker
 
@@ -23,7 +24,7 @@ def resolve(
 
     On a CPU the kernels run only on request, in Triton's interpreter.
     """
-    if backend in ("tiled", "reference") or (backend == "auto" and not like.is_cuda):
+    if backend in ("tiled", "reference") or (backend == "auto" and not has_gpu(like.device)):
         return "reference" if backend == "reference" else "tiled"
     reason = _obstacle(like, ranker, given is not None)
     if reason and backend == "triton":

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from rankgrad._device import on_its_device
+from rankgrad._gpu import has_gpu
 from rankgrad.ops import reference
 from rankgrad.ops.autograd import PositiveScores, RankCall, RankOps, ScoreSource, rank_losses, reduced
 from rankgrad.ops.backends import lowering_for, resolve, resolve_precision
 from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
+from rankgrad.ops.dry_run import launch_instead
 from rankgrad.ops.embedding_inputs import EmbeddingInputs, Mixture, prepared, scaled
 from rankgrad.ops.exact_rankers import Exact
 from rankgrad.ops.labels import Labels
@@ -172,7 +174,7 @@ def score_losses(
     """Loss of ready scores [Q, n], one list per row, or of one list [n]."""
     lists = (1, len(scores)) if scores.ndim == 1 else (scores.shape[0], scores.shape[1])
     inputs = (relevance.relevance,)
-    if relevance.candidates is None and weights is None and _may_capture(scores, config):
+    if relevance.candidates is None and weights is None and _may_capture(scores, config) and launch_instead() is None:
         outputs = None if graphs is None else graphs.replay(config, scores, inputs)
         if outputs is None and (program := score_program(scores, lists, config, caller=caller)) is not None:
             outputs = None if graphs is None else graphs.run(config, scores, inputs, program)
@@ -263,11 +265,13 @@ def _run_compiled(
     stand_in = StandIn.of(config.objective)
     kinds = frozenset((kind, stand_in.kind) for kind in kinds)
 
-    def dry() -> None:
+    def dry() -> LossOutput:
         if next_call is not None:
             next_call()
-        run(replace(config, objective=stand_in))
+        return run(replace(config, objective=stand_in))
 
+    if launch_instead() is not None:
+        return dry()
     compile_together(kinds, dry, device)
     return run(config)
 
@@ -363,12 +367,12 @@ def _tiled_source(
 def _may_capture(leaf: Tensor, config: LossConfig) -> bool:
     return (
         config.compute.cuda_graphs
-        and leaf.is_cuda
+        and has_gpu(leaf.device)
         and leaf.requires_grad
         and torch.is_grad_enabled()
         and config.reduction.empty_query != "error"
         and config.ranker.differentiable
-        and not torch.cuda.is_current_stream_capturing()
+        and not (leaf.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 
@@ -382,7 +386,7 @@ def _replayed(
     caller: str,
 ) -> LossOutput | None:
     """The loss of a small batch by CUDA graphs; None where it must run as usual."""
-    if len(embeddings) > MOST_ROWS or not _may_capture(embeddings, config):
+    if len(embeddings) > MOST_ROWS or not _may_capture(embeddings, config) or launch_instead() is not None:
         return None
     key = (config, precision, relevance.settings, weights is None)
     inputs = relevance.to(embeddings.device).tensors

@@ -17,6 +17,7 @@ from rankgrad.data.seeds import bits, derive, permutation
 from rankgrad.data.text_batches import TextBatches
 from rankgrad.losses import PRESETS
 from rankgrad.losses.calibration import CalibratedRankLoss, ProxyAnchor, ProxySoftmax
+from rankgrad.losses.compile_ahead import compile_kernels
 from rankgrad.losses.distributed import DistributedRankLoss
 from rankgrad.losses.memory import EmbeddingMemory
 from rankgrad.losses.rank_loss import RankLoss
@@ -42,6 +43,8 @@ M = TypeVar("M", bound=nn.Module)
 WHITENING_IMAGES = 20_480
 # images of a class where a sampler takes whole classes and there is no data: the mean of SOP
 ASSUMED_PER_CLASS = 5
+# a batch to compile kernels for: they are the same for every number of items that fills some tiles
+KERNEL_ITEMS = 1024
 # RS@k's means over ROxford and RParis, medium and hard
 LANDMARK_MEANS = {
     "mean": ("roxford5k", "roxford5k+r1m", "rparis6k", "rparis6k+r1m"),
@@ -233,6 +236,22 @@ class RetrievalTask:
         loss.cuda_graphs = False
         shape = (recipe.batch_size, recipe.per_class or ASSUMED_PER_CLASS, recipe.dim)
         return InBackground(partial(warm_up, loss, *shape, device, AUTOCAST[recipe.precision])).wait
+
+    def compile_kernels(self, gpu: str) -> int:
+        """Compile the kernels of the loss for a GPU that need not be there; their number."""
+        recipe = self.recipe
+        if recipe.loss not in PRESETS:
+            raise ValueError(f"--loss {recipe.loss} is a loss of pytorch-metric-learning, which has no kernels")
+        if not recipe.dim:
+            raise ValueError(f"{recipe.name} has the dimension of its network: give it with --dim")
+        loss = self._rank_loss()
+        shape = (KERNEL_ITEMS, recipe.per_class or ASSUMED_PER_CLASS, recipe.dim)
+
+        def steps() -> None:
+            for _ in range(2):  # in the first one a memory is empty
+                warm_up(loss, *shape, torch.device("cpu"), AUTOCAST[recipe.precision])
+
+        return compile_kernels(steps, gpu)
 
     def make_batches(self) -> ImageBatches | TextBatches:
         return training_batches(self.recipe, self.data.training(self.recipe)[0], self.context)

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rankgrad._gpu import has_gpu
 from rankgrad.ops.autograd import PositiveScores
 from rankgrad.ops.pair_relevance import PairRelevance
 from rankgrad.ops.relevance import EngineRelevance
@@ -139,7 +140,7 @@ class FusedEmbeddingScores:
         self.num_candidates = len(relevance.candidate_order)
         self.scaled: dict[float, dict[str, Tensor]] = {}
         self.kept: list[tuple[Tensor, Tensor] | BucketTables | None] = []  # per row block what a lowering keeps of its counts
-        self.asm = queries.is_cuda
+        self.asm = has_gpu(queries.device)
         self.normalized = normalized
         self.many_mode = partial(_many_mode, layout=layout, normalized=normalized)
         self.grids: QueryGrids | None = None

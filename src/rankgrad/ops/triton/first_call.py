@@ -6,6 +6,7 @@ it compiles in its cache on disk, by source and the versions of Triton and ptxas
 """
 
 import contextvars
+import re
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -82,12 +83,22 @@ class Address:
         return self.bytes
 
 
-def _compile(call: Callable[[], object], device: torch.device) -> None:
+def launches_of(call: Callable[[], object], pattern: str = "") -> list[partial[Any]]:
+    """What compiles the kernels that `call` launches, found by a dry run; those whose names match a regular expression."""
     launches: list[partial[Any]] = []
 
     def note(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
-        bare = {name: Address(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
-        launches.append(partial(kernel.warmup, grid=grid, **bare))
+        if re.search(pattern, kernel.__name__):
+            bare = {name: Address(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+            launches.append(partial(kernel.warmup, grid=grid, **bare))
+
+    with dry_run(note):
+        call()
+    return launches
+
+
+def _compile(call: Callable[[], object], device: torch.device) -> None:
+    launches: list[partial[Any]] = []
 
     def on_device(function: Callable[[], Any]) -> Any:
         with torch.cuda.device(device):
@@ -109,8 +120,8 @@ def _compile(call: Callable[[], object], device: torch.device) -> None:
         ThreadPoolExecutor(COMPILERS) as compilers,
     ):
         begun = [compilers.submit(on_device, prepare) for prepare in PREPARATIONS]
-        with suppress(Exception), dry_run(note):  # whatever goes wrong here goes wrong again in the call, which says so
-            call()
+        with suppress(Exception):  # whatever goes wrong here goes wrong again in the call, which says so
+            launches = launches_of(call)
         wait(begun)
         launchers = Launchers(lambda build: builders.submit(on_device, build))
         with launchers, triton.AsyncCompileMode(compilers):  # on exit, raises the errors of the compiler

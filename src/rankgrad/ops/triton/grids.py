@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rankgrad._gpu import has_gpu
 from rankgrad.ops.triton.grid_kernels import (
     ABOVE,
     BELOW,
@@ -124,5 +125,5 @@ class QueryGrids:
             "num_rows": block.stop - block.start,
             "P": columns.shape[0],
             "cells": self.cells,
-            "ASM": self.begins.is_cuda,
+            "ASM": has_gpu(self.begins.device),
         }

@@ -8,6 +8,9 @@ import triton
 
 from rankgrad.ops.dry_run import launch_instead
 
+# Products are fused with sums unless a launch says otherwise: what Triton does where it is not told is about to change.
+DEFAULTS = {"enable_fp_fusion": True}
+
 
 class Kernel:
     """A function compiled by Triton, launched as `kernel[grid](name=value, ...)`; in a dry run it is not run."""
@@ -18,9 +21,8 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         instead = launch_instead()
         if instead is not None:
-            return lambda **arguments: instead(self.jit, grid, arguments)
-        launch: Callable[..., Any] = self.jit[grid]
-        return launch
+            return lambda **arguments: instead(self.jit, grid, {**DEFAULTS, **arguments})
+        return partial(self.jit[grid], **DEFAULTS)
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rankgrad._gpu import has_gpu
 from rankgrad.ops.autograd import Objective, PositiveScores, Ranks, Upstream, own_derivative
 from rankgrad.ops.exact_rankers import Blackbox, Exact
 from rankgrad.ops.histogram_ranker import Histogram
@@ -145,7 +146,7 @@ class SigmoidLowering(Lowering[Sigmoid]):
                 row_stride=counts.stride(0),
                 column_stride=counts.stride(1),
                 scale=self.score_scale,
-                ASM=rank.is_cuda,
+                ASM=has_gpu(rank.device),
                 **_among_blocks(rank),
             )
         return positives.item_ranks(rank, among)
@@ -206,7 +207,7 @@ class SigmoidLowering(Lowering[Sigmoid]):
                 num_rows=len(gradient),
                 P=gradient.shape[1],
                 scale=self.score_scale,
-                ASM=gradient.is_cuda,
+                ASM=has_gpu(gradient.device),
                 **_among_blocks(gradient),
             )
         return gradient

@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import torch
 
+from rankgrad._gpu import gpu_of
+
 # Rows of a tile of queries, most columns of a tile, step of a product; operands are padded to whole multiples.
 TILE = 128
 WIDEST = 256
@@ -59,22 +61,16 @@ def _has_descriptors() -> bool:
 
 def takes_descriptors(device: torch.device) -> bool:
     """Whether Triton has tensor descriptors and the GPU copies what they describe without threads, from Hopper on."""
-    if device.type != "cuda" or not _has_descriptors():
+    gpu = gpu_of(device)
+    if gpu is None or not _has_descriptors():
         return _has_descriptors()
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major >= 9 and properties.shared_memory_per_block_optin >= shared_memory(DESCRIBED_TILE)
+    return gpu.capability >= (9, 0) and gpu.shared_memory >= shared_memory(DESCRIBED_TILE)
 
 
 def tile_for(tiles: Tiles, device: torch.device) -> dict[str, int]:
     """The first tile whose needs the device meets."""
-    if device.type != "cuda":
-        return tiles[0][1]
-    return tile_within(tiles, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
-
-
-def tile_within(tiles: Tiles, memory: int) -> dict[str, int]:
-    """The first tile that needs at most this shared memory."""
-    return next(tile for needed, tile in tiles if memory >= needed)
+    gpu = gpu_of(device)
+    return next(tile for needed, tile in tiles if gpu is None or gpu.shared_memory >= needed)
 
 
 def shared_memory(tile: Mapping[str, int]) -> int:
