@@ -3,7 +3,7 @@
     python -m benchmarks.training_rates --csv rates.csv
     python -m benchmarks.training_rates --data photos --only 'lite0.*400'
 
-    decode        JPEG files to pixels, all threads
+    decode        JPEG files to the cache of decoded images, on all cores
     augment       crops and flips of decoded images on the device
     bare          torch alone on a resident batch of pixels: forward, backward and fused AdamW of the same network, channels
                   last, captured as one CUDA graph; no loss over the batch, no data. The limit
@@ -23,6 +23,7 @@ Without --data, images of smoothed noise, 500 x 375 pixels, are written first. N
 import argparse
 import itertools
 import json
+import os
 import re
 import tempfile
 import time
@@ -41,7 +42,7 @@ from benchmarks.measure import provenance
 from benchmarks.rate_cases import PREPARING, STAGES, RateCase, all_cases
 from rankgrad._device import release_memory
 from rankgrad.data.image_batches import ImageBatches
-from rankgrad.data.image_files import ImageDecoder, map_images
+from rankgrad.data.image_cache import open_images
 from rankgrad.data.image_store import ImageBuffer, bytes_needed
 from rankgrad.data.prefetch import default_threads
 from rankgrad.data.preprocessing import Augment
@@ -56,7 +57,7 @@ TRUNKS = {"resnet50": "resnet50", "lite0": "tf_efficientnet_lite0", "convnet": "
 # images on disk: classes, images of a class, height; a batch of 4,000 has 4 of each class
 ON_DISK = (1000, 8, 375)
 # files of these with contents of their own, the others are links; and how many the rate of decoding is measured on
-DISTINCT, DECODED = 2000, 3000
+DISTINCT, DECODED = 2000, 8000
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,17 @@ def measure(case: RateCase, machine: Machine) -> Found:
 
 def _decode(case: RateCase, machine: Machine) -> Found:
     images = read("folder", machine.data).splits["train"]
-    decoder, count = ImageDecoder(images, _stored_side(case), square=False), min(len(images), DECODED)
-    list(map_images(decoder.planes, range(min(count, 100)), None))  # threads and libraries are there
-    began, cores = time.perf_counter(), time.process_time()
-    decoded = sum(1 for _ in map_images(decoder.planes, range(count), None))
-    seconds, cores = time.perf_counter() - began, time.process_time() - cores
-    return decoded / seconds, f"{cores / seconds:.1f} cores busy with {default_threads()} threads"
+    images = images.select(range(min(len(images), DECODED)))
+    with tempfile.TemporaryDirectory() as cache:
+        began, busy = time.perf_counter(), _busy()
+        open_images(images, side=_stored_side(case), square=False, cache=Path(cache), progress=False)
+        seconds = time.perf_counter() - began
+    return len(images) / seconds, f"{(_busy() - busy) / seconds:.1f} cores busy"
+
+
+def _busy() -> float:
+    """Seconds of processor time of this process and of those that it started and that have ended."""
+    return sum(os.times()[:4])
 
 
 def _augment(case: RateCase, machine: Machine) -> Found:

@@ -341,7 +341,7 @@ def _add_context(parser: Parser, kind: TaskKind) -> None:
     parser.add_argument(
         "--cache", metavar="DIR", help="folder for decoded images, 'none': memory [$RANKGRAD_CACHE or ~/.cache/rankgrad]"
     )
-    parser.add_argument("--workers", metavar="N", type=int, help=f"threads that decode images [{kind.workers}]")
+    parser.add_argument("--workers", metavar="N", type=int, help=f"threads or processes that decode images [{kind.workers}]")
 
 
 def _add_processes(parser: Parser, kind: TaskKind, help_text: str = "number of local processes [1]", default: int = 1) -> None:

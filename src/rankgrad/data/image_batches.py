@@ -9,16 +9,8 @@ Step s of epoch e is a function of (seed, e, s) alone: the number of workers, th
 no difference.
 """
 
-import contextlib
-import multiprocessing
-import os
-import signal
-import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -33,11 +25,10 @@ from rankgrad.data.prefetch import prefetch
 from rankgrad.data.preprocessing import Augment
 from rankgrad.data.samplers import BatchSampler, checked_integers
 from rankgrad.data.seeds import generator
+from rankgrad.data.worker_process import init_worker
 
 # batches prepared beyond the one in use: one ready, one in progress
 AHEAD = 2
-# seconds between a worker's checks that its parent process is alive
-PARENT_CHECK = 0.5
 
 
 class Batch(NamedTuple):
@@ -219,38 +210,6 @@ def _stack_or_message(images: list[Tensor | str]) -> Tensor | str:
     return messages[0] if messages else torch.stack([image for image in images if isinstance(image, Tensor)])
 
 
-def _init_worker(_: int) -> None:
-    """Let a worker end when its parent does, and not before.
-
-    A terminal and torchrun send their signals to workers too, and a parent that stops after its step still needs them. A worker
-    that is starting while its parent is killed would not notice for seconds, or ever; meanwhile it keeps the parent's
-    connections open, so that the other processes of a job wait for the dead one. A thread of multiprocessing would print how
-    it noticed.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent process"
-    assert parent.pid is not None, "the parent process has started"
-    threading.Thread(target=_exit_after, args=(parent.pid,), daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    default_hook = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, (ConnectionError, EOFError)):
-            default_hook(kind, error, trace)
-
-    sys.excepthook = hook
-
-
-def _exit_after(process: int) -> None:
-    """End this process once another one has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        while True:
-            os.kill(process, 0)
-            time.sleep(PARENT_CHECK)
-    os._exit(1)
-
-
 def _by_processes(
     source: OnDemandImages, plans: Iterator[BatchPlan], batches: ImageBatches
 ) -> Iterator[tuple[BatchPlan, Tensor]]:
@@ -267,7 +226,7 @@ def _by_processes(
         batch_sampler=requests(),
         num_workers=batches.workers,
         collate_fn=_stack_or_message,
-        worker_init_fn=_init_worker,
+        worker_init_fn=init_worker,
         pin_memory=batches.device.type == "cuda",
         # its own generator, or the loader would draw from the global one
         generator=generator(batches.seed, "workers"),

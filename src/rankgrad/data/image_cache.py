@@ -6,7 +6,8 @@ import shutil
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from rankgrad._checks import check_count
 from rankgrad._device import available_bytes
 from rankgrad._files import atomic_file, write_error_reason
 from rankgrad._messages import FIRST, first_ten, format_bytes
+from rankgrad.data.decode_processes import DecodeProcesses, Measured, close_gaps, places_of
 from rankgrad.data.image_files import ImageDecoder, UnreadableImageError, map_images
 from rankgrad.data.image_store import ImageBuffer, bytes_needed
 from rankgrad.data.prefetch import with_progress
@@ -48,7 +50,8 @@ def open_images(
         square: resize to side x side, whatever the aspect ratio.
         skip_bad: skip images that cannot be read, with a warning that lists them; otherwise they are an error.
         progress: show progress on standard error.
-        workers: threads that decode; by default one per core, 16 at most.
+        workers: threads that decode, or processes, which are faster with many cores and images, where they are decoded to a
+            cache folder; by default one per core, 16 at most.
     """
     check_count(side, name="side", caller="open_images")
     if workers is not None:
@@ -73,7 +76,7 @@ def open_images(
 def _decode_to_memory(
     decoder: ImageDecoder, skip_bad: bool, progress: bool, workers: int | None
 ) -> tuple[ImageBuffer, NDArray[np.int64]]:
-    needed = _estimate(decoder, skip_bad, progress, workers)
+    needed = bytes_needed(_readable(_measure(decoder, None, skip_bad, progress, workers)))
     free = available_bytes()
     if free is not None and needed > free:
         raise ValueError(
@@ -88,7 +91,7 @@ def _decode_to_memory(
         buffer[filled : filled + planes.size] = planes.ravel()
         filled += planes.size
 
-    shapes, rows, skipped = _decode(decoder, store, skip_bad, progress, workers)
+    shapes, rows, skipped = _collect(decoder, _decode_by_threads(decoder, store, workers), skip_bad, progress)
     # the padding at the end is read, though it gets no weight
     flat[filled:].zero_()
     return ImageBuffer(flat, shapes, skipped), rows
@@ -97,8 +100,25 @@ def _decode_to_memory(
 def _decode_to_file(
     decoder: ImageDecoder, path: Path, skip_bad: bool, progress: bool, workers: int | None
 ) -> tuple[ImageBuffer, NDArray[np.int64]]:
+    with DecodeProcesses.of(decoder, workers) as processes:
+        _write(decoder, path, processes, skip_bad, progress, workers)
+    opened = _mapped(path)
+    if opened is None:
+        raise OSError(f"{path} was written but does not read back: its disk is failing, give another cache folder (--cache)")
+    return opened
+
+
+def _write(
+    decoder: ImageDecoder,
+    path: Path,
+    processes: DecodeProcesses | None,
+    skip_bad: bool,
+    progress: bool,
+    workers: int | None,
+) -> None:
     """Write the bytes, then the header: a header says that the bytes are complete."""
-    needed = _estimate(decoder, skip_bad, progress, workers)
+    measured = _measure(decoder, processes, skip_bad, progress, workers)
+    needed = bytes_needed(_readable(measured))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(path.parent).free
@@ -106,12 +126,15 @@ def _decode_to_file(
             raise OSError(f"only {format_bytes(free)} are free")
         # the header is entered first, so that it is put in place last
         with atomic_file(path.with_suffix(".npz")) as header, atomic_file(path) as unfinished:
-            with unfinished.open("wb") as file:
-
-                def store(planes: NDArray[np.uint8]) -> None:
-                    file.write(planes.data)
-
-                shapes, rows, skipped = _decode(decoder, store, skip_bad, progress, workers)
+            if processes is not None:
+                results = processes.decode_into(unfinished, measured)
+                shapes, rows, skipped = _collect(decoder, results, skip_bad, progress)
+                close_gaps(unfinished, places_of(measured), set(rows.tolist()))
+            else:
+                with unfinished.open("wb") as file:
+                    results = _decode_by_threads(decoder, lambda planes: file.write(planes.data), workers)
+                    shapes, rows, skipped = _collect(decoder, results, skip_bad, progress)
+            with unfinished.open("ab") as file:
                 file.write(bytes(int(shapes[:, 1].max())))
             spots = _spot_checksum(unfinished)
             with header.open("wb") as file:
@@ -122,10 +145,6 @@ def _decode_to_file(
             f"{write_error_reason(error)}; nothing was left there. Give another cache folder, or none, which keeps images in "
             "memory (--cache)"
         ) from error
-    opened = _mapped(path)
-    if opened is None:
-        raise OSError(f"{path} was written but does not read back: its disk is failing, give another cache folder (--cache)")
-    return opened
 
 
 def _mapped(path: Path) -> tuple[ImageBuffer, NDArray[np.int64]] | None:
@@ -158,38 +177,55 @@ def _spot_checksum(path: Path, count: int = 64, length: int = 4096) -> int:
     return checksum
 
 
-def _decode(
-    decoder: ImageDecoder, store: Callable[[NDArray[np.uint8]], None], skip_bad: bool, progress: bool, workers: int | None
-) -> tuple[Tensor, NDArray[np.int64], tuple[str, ...]]:
-    """Hand each readable image to `store`, in order; return their shapes and rows, and a message for each of the others."""
-    table, rows, shapes, messages = decoder.table, list[int](), list[tuple[int, ...]](), list[str]()
-    results = map_images(decoder.planes, range(len(table)), workers)
-    for row, planes in with_progress(results, len(table), f"decoding {table.name}", progress):
+def _decode_by_threads(
+    decoder: ImageDecoder, store: Callable[[NDArray[np.uint8]], object], workers: int | None
+) -> Generator[tuple[int, Measured]]:
+    """Hand each readable image to `store`, in order."""
+    for row, planes in map_images(decoder.planes, range(len(decoder.table)), workers):
         if isinstance(planes, UnreadableImageError):
-            messages.append(str(planes))
-            if not skip_bad and len(messages) == FIRST:
-                break
-            continue
-        store(planes)
-        rows.append(row)
-        shapes.append(planes.shape[1:])
+            yield row, planes
+        else:
+            store(planes)
+            yield row, (planes.shape[1], planes.shape[2])
+
+
+def _collect(
+    decoder: ImageDecoder, results: Generator[tuple[int, Measured]], skip_bad: bool, progress: bool
+) -> tuple[Tensor, NDArray[np.int64], tuple[str, ...]]:
+    """Shapes and rows of the images that were decoded, and a message for each of the others."""
+    table, rows, shapes, messages = decoder.table, list[int](), list[tuple[int, int]](), list[str]()
+    with closing(results):  # after too many errors the rest is not decoded
+        for row, shape in with_progress(results, len(table), f"decoding {table.name}", progress):
+            if isinstance(shape, UnreadableImageError):
+                messages.append(str(shape))
+                if not skip_bad and len(messages) == FIRST:
+                    break
+                continue
+            rows.append(row)
+            shapes.append(shape)
     if messages and not (skip_bad and rows):
         raise _unreadable(table, messages)
     return torch.tensor(shapes), np.array(rows), tuple(messages)
 
 
-def _estimate(decoder: ImageDecoder, skip_bad: bool, progress: bool, workers: int | None) -> int:
-    """Bytes of the decoded table, from the headers of its files; a missing file is found here, before the long work."""
+def _measure(
+    decoder: ImageDecoder, processes: DecodeProcesses | None, skip_bad: bool, progress: bool, workers: int | None
+) -> list[Measured]:
+    """Shapes of the decoded images, from the headers of their files; a missing file is found here, before the long work."""
     items = len(decoder.table)
     if decoder.square:
-        return bytes_needed(torch.tensor([[decoder.side, decoder.side]]).expand(items, 2))
-    results = map_images(decoder.shape, range(items), workers)
+        return [(decoder.side, decoder.side)] * items
+    results = map_images(decoder.shape, range(items), workers) if processes is None else processes.shapes()
     found = [shape for _, shape in with_progress(results, items, f"measuring {decoder.table.name}", progress)]
     messages = [str(shape) for shape in found if isinstance(shape, UnreadableImageError)]
-    readable = [shape for shape in found if not isinstance(shape, UnreadableImageError)]
-    if messages and not (skip_bad and readable):
+    if messages and not (skip_bad and len(messages) < items):
         raise _unreadable(decoder.table, messages)
-    return bytes_needed(torch.tensor(readable))
+    return found
+
+
+def _readable(measured: Iterable[Measured]) -> Tensor:
+    """[N, 2] the shapes of those that can be read."""
+    return torch.tensor([shape for shape in measured if not isinstance(shape, UnreadableImageError)])
 
 
 def _unreadable(table: Table, messages: Iterable[str]) -> UnreadableImageError:
