@@ -84,7 +84,7 @@ def test_after_ten_errors_nothing_more_is_decoded(many, tmp_path, monkeypatch):
 
 def test_a_process_that_is_ended_is_a_sentence(many, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(ImageDecoder, "planes", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(RuntimeError, match=r"decodes fake/train has ended, .*decode with fewer than 4 \(--workers\)"):
+    with pytest.raises(ChildProcessError, match=r"^a process that decodes fake/train has ended, .* fewer than 4 \(--workers\)"):
         opened(folder, tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 

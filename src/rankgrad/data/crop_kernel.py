@@ -39,6 +39,7 @@ def crop_images(flat: Tensor, whole: Tensor, real: Tensor, crops: Tensor) -> Non
             CHANNELS_LAST=crops.is_contiguous(memory_format=torch.channels_last),
             ROWS=ROWS,
             COLUMNS=COLUMNS,
+            enable_fp_fusion=True,  # what Triton does where it is not told is about to change
         )
 
 

@@ -98,8 +98,8 @@ class DecodeProcesses:
         try:
             yield from zip(items, self.pool.map(function, items, chunksize=at_once), strict=True)
         except BrokenProcessPool as error:
-            raise RuntimeError(
-                f"a process that decodes {self.decoder.table.name} has ended, probably because the memory is full; "
+            raise ChildProcessError(
+                f"a process that decodes {self.decoder.table.name} has ended, most likely because the memory is full; "
                 f"decode with fewer than {self.processes} (--workers)"
             ) from error
 

@@ -139,6 +139,8 @@ def _write(
             spots = _spot_checksum(unfinished)
             with header.open("wb") as file:
                 np.savez(file, shapes=shapes.numpy(), rows=rows, left_out=np.array(skipped, dtype=str), spots=spots)
+    except ChildProcessError:  # which says what happened
+        raise
     except OSError as error:
         raise OSError(
             f"{decoder.table.name} takes {format_bytes(needed)} when decoded, which cannot be written to {path.parent}: "

@@ -29,9 +29,9 @@ def compile_kernels(call: Callable[[], object], gpu: str) -> int:
     """
     target = Gpu.named(gpu, caller="compile_kernels")
     if find_spec("triton") is None:
-        raise RuntimeError("compile_kernels: triton is not installed, and the kernels are its")
+        raise ValueError("compile_kernels: triton is not installed, which compiles the kernels")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        raise RuntimeError("compile_kernels: TRITON_INTERPRET=1 is set, with which Triton compiles nothing; unset it")
+        raise ValueError("compile_kernels: TRITON_INTERPRET=1 is set, with which Triton compiles nothing; unset it")
     from rankgrad.ops.triton.absent_gpu import compiled_for
 
     return len(compiled_for(target, call))
