@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rankgrad.eval.embedding_blocks import EmbeddingRows, Index, row_tile
 from rankgrad.eval.relevant_pairs import RelevantPairs, SameLabelPairs
-from rankgrad.ops.functional import exact_counts
+from rankgrad.ops.exact_counts import exact_counts
 from rankgrad.ops.labels import IntervalRelevance, Labels
 from rankgrad.ops.thresholds import BUCKETS_EACH, FEW_THRESHOLDS, MOST_BUCKETS, Thresholds
 from rankgrad.ops.tile_layout import split, tile_side

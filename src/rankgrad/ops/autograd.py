@@ -19,9 +19,6 @@ from torch import Tensor
 from rankgrad._device import autocast_disabled
 from rankgrad.ops.dry_run import launch_instead
 
-# As torch.nn.functional.normalize has it: a row of zeros stays one.
-SMALLEST_LENGTH = 1e-12
-
 # Fields of `Ranks` that an objective can be differentiated by.
 GRAD_FIELDS = ("rank", "positive_rank", "mass", "gain")
 
@@ -264,41 +261,6 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(None if each is None else _NoSecondDerivative.apply(each, *inputs) for each in results)
 
     return wrapper
-
-
-class _NormalizeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-        # squares of large numbers overflow; on a GPU reading whether they do would synchronise
-        if x.device.type != "cpu" or length.amax().item() == torch.inf:
-            scale = x.abs().amax(dim=1, keepdim=True).clamp_(min=1)
-            scaled = x / scale
-            length = torch.linalg.vector_norm(scaled, dim=1, keepdim=True).clamp_(min=SMALLEST_LENGTH)
-            normalized = scaled.div_(length)
-            ctx.save_for_backward(normalized, length, scale)
-        else:
-            length.clamp_(min=SMALLEST_LENGTH)
-            normalized = x / length
-            ctx.save_for_backward(normalized, length)
-        return normalized
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, d_normalized: Tensor) -> Tensor:
-        normalized, *lengths = ctx.saved_tensors
-        d_x: Tensor = normalized * d_normalized
-        along = d_x.sum(dim=1, keepdim=True)
-        torch.addcmul(d_normalized, normalized, along, value=-1, out=d_x)
-        for length in lengths:
-            d_x.div_(length)
-        return d_x
-
-
-def normalize_rows(x: Tensor) -> Tensor:
-    """Rows divided by their length, as `torch.nn.functional.normalize` does, also where squares of large numbers overflow."""
-    rows: Tensor = _NormalizeRows.apply(x)
-    return rows
 
 
 @dataclass

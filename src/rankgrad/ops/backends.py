@@ -14,7 +14,7 @@ from rankgrad.ops.loss_config import Backend, ScorePrecision
 from rankgrad.ops.rankers import Ranker
 
 if TYPE_CHECKING:
-    from rankgrad.ops.triton.lowerings import Lowering
+    from rankgrad.ops.triton.lowering import Lowering
 
 
 def resolve(

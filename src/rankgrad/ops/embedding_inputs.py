@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rankgrad.ops.autograd import normalize_rows
 from rankgrad.ops.backends import resolve_precision
 from rankgrad.ops.loss_config import Compute, LossConfig, is_wide
+from rankgrad.ops.normalize import normalize_rows
 
 Mixture = tuple[Tensor, Tensor, Tensor]  # first, second, alpha: see MixedRows
 

@@ -3,10 +3,9 @@
 embedding_losses   queries against candidates, both as embeddings
 two_way_losses     the mean of that and of the candidates against the queries
 score_losses       lists of ready scores
-exact_counts       exact ranks on the kernels, for evaluation
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,23 +16,20 @@ from torch import Tensor
 from rankgrad._device import on_its_device
 from rankgrad._gpu import has_gpu
 from rankgrad.ops import reference
-from rankgrad.ops.autograd import PositiveScores, RankCall, RankOps, ScoreSource, rank_losses, reduced
+from rankgrad.ops.autograd import RankCall, RankOps, ScoreSource, rank_losses, reduced
 from rankgrad.ops.backends import lowering_for, resolve, resolve_precision
 from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
 from rankgrad.ops.dry_run import launch_instead
 from rankgrad.ops.embedding_inputs import EmbeddingInputs, Mixture, prepared, scaled
-from rankgrad.ops.exact_rankers import Exact
-from rankgrad.ops.labels import Labels
 from rankgrad.ops.loss_config import LossConfig, LossOutput, Queries, Shares, is_wide
 from rankgrad.ops.masks import Mask, MaskRelevance
 from rankgrad.ops.relevance import EngineRelevance, RelevanceInput
 from rankgrad.ops.sources import EmbeddingScores, GivenScores, OneTileScores, TwoWayScores
-from rankgrad.ops.thresholds import DescendingCounts
 from rankgrad.ops.tile_layout import TileLayout, is_one_tile
 from rankgrad.ops.tile_rows import DenseRows, MixedRows, TileRows
 
 if TYPE_CHECKING:
-    from rankgrad.ops.triton.lowerings import Lowering
+    from rankgrad.ops.triton.lowering import Lowering
     from rankgrad.ops.triton.scores import ListedPositives
 
 
@@ -214,29 +210,6 @@ def score_program(like: Tensor, lists: tuple[int, int], config: LossConfig, *, c
         return _run_fused_scores(scores, relevance, ops, config, in_mean, scores, caller, listed=listed, shares=shares)
 
     return GraphProgram(lists[:1], build, loss)
-
-
-def exact_counts(
-    queries: Tensor, candidates: Tensor, relevance: Labels, *, normalized: bool
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Irrelevant candidates at or above each positive, by the kernels: for groups of queries (indices, counts, valid)."""
-    from rankgrad.ops.triton.embeddings import EmbeddingSource
-    from rankgrad.ops.triton.first_call import compile_together
-
-    built, ops = relevance.build(), lowering_for(Exact(), given_scores=False)
-    source = EmbeddingSource.of(built, queries.device, "high", normalized=normalized, ops=ops)
-
-    def counted() -> tuple[ScoreSource, list[PositiveScores], list[Any]]:
-        opened = source(queries, candidates)
-        positives = [opened.positives(block) for block in range(len(opened.row_blocks))]
-        return opened, positives, opened.count(ops, [ops.thresholds(items, 0) for items in positives], 0, keep=False)
-
-    with torch.cuda.device_of(queries):
-        compile_together(frozenset((queries.shape[1], kind) for kind in source.kinds), counted, queries.device)
-        opened, positives, counts = counted()
-    for rows, items, count in zip(opened.row_blocks, positives, counts, strict=True):
-        assert items.valid is not None, "the kernels pad"
-        yield built.query_order[rows], count.unsorted() if isinstance(count, DescendingCounts) else count, items.valid
 
 
 def _widened(embeddings: Tensor) -> Tensor:

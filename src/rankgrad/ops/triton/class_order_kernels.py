@@ -12,8 +12,11 @@ import triton.language as tl
 
 from rankgrad.ops.triton.kernel import kernel
 
+# Of one array, whose rows are aligned at some batch sizes; each case that Triton tells apart would be compiled.
+OF_CLASSES = ("size", "number", "before")
 
-@kernel(do_not_specialize=("items",), do_not_specialize_on_alignment=("labels",))
+
+@kernel(do_not_specialize=("items",), do_not_specialize_on_alignment=("labels", *OF_CLASSES))
 def class_kernel(labels, size, number, before, items, BI: tl.constexpr, BJ: tl.constexpr):
     """size[i] = items of i's class, before[i] = those that come before i; number[i] = size * 2**13 + items of lower labels."""
     o_i = tl.program_id(0) * BI + tl.arange(0, BI)
@@ -35,7 +38,7 @@ def class_kernel(labels, size, number, before, items, BI: tl.constexpr, BJ: tl.c
     tl.store(before + o_i, tl.sum(b_before, 1), mask=o_i < items)
 
 
-@kernel(do_not_specialize=("items",))
+@kernel(do_not_specialize=("items",), do_not_specialize_on_alignment=OF_CLASSES)
 def place_kernel(
     size, number, before, order, start, stop, num_relevant, items,
     BI: tl.constexpr, BJ: tl.constexpr,

@@ -21,7 +21,7 @@ from rankgrad.ops.triton.embedding_kernels import listed_positives_kernel, posit
 from rankgrad.ops.triton.fused_scores import FusedScores
 from rankgrad.ops.triton.grids import MOST_CELLS, QueryGrids, cells_of_unit_vectors
 from rankgrad.ops.triton.kernel_arguments import BackwardArgs, CountArgs
-from rankgrad.ops.triton.lowerings import Lowering
+from rankgrad.ops.triton.lowering import Lowering
 from rankgrad.ops.triton.operands import Operands, Precision, operand_scale, padded
 from rankgrad.ops.triton.passes import Passes
 from rankgrad.ops.triton.query_groups import QueryGroups

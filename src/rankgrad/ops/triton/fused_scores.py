@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rankgrad.ops.triton.embedding_kernels import backward_kernel, count_kernel
 from rankgrad.ops.triton.kernel_arguments import BackwardArgs, CountArgs
-from rankgrad.ops.triton.lowerings import Lowering
+from rankgrad.ops.triton.lowering import Lowering
 from rankgrad.ops.triton.operands import padded
 from rankgrad.ops.triton.passes import Passes
 from rankgrad.ops.triton.tiles import STRIPE, TILE

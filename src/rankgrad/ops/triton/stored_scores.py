@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rankgrad.ops.triton.kernel_arguments import BackwardArgs
-from rankgrad.ops.triton.lowerings import Lowering
+from rankgrad.ops.triton.lowering import Lowering
 from rankgrad.ops.triton.operands import padded
 from rankgrad.ops.triton.passes import Passes
 from rankgrad.ops.triton.stored_kernels import gradient_kernel, store_kernel
