@@ -51,6 +51,7 @@ def compiled(cache, gpu):
 
 
 def test_a_later_process_finds_the_kernels_of_both_passes_and_of_captured_calls(tmp_path):
+    pytest.importorskip("triton.knobs", reason="this Triton does not say what it compiles")
     (number, compiles, hits), names, architecture = compiled(tmp_path, "h100")
     assert (compiles, hits) == (number, 0)
     assert {"count_kernel", "backward_kernel", "gather_kernel", "class_kernel"} <= names

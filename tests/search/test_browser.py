@@ -228,6 +228,7 @@ def test_a_search_is_shared_by_its_link(browser, tab, address, data: Path):
         other.wait_for_selector("#results .score")
         assert other.locator("#results .label").all_inner_texts()[:5] == wanted[:5]
         assert other.inner_text("#query-kind") == "A shared search"
+    tab.bring_to_front()  # only what is in front may write to the clipboard
     tab.locator("#results .tile").first.click()
     tab.wait_for_selector("#results .mark")
     tab.click("#link")

@@ -12,7 +12,7 @@ from rankgrad.ops.autograd import PositiveScores, Ranks, Upstream
 from rankgrad.ops.exact_rankers import Blackbox, Exact
 from rankgrad.ops.thresholds import DescendingCounts, Thresholds
 from rankgrad.ops.triton.bucket_tables import BucketTables
-from rankgrad.ops.triton.kernel_arguments import BackwardArgs, CountArgs
+from rankgrad.ops.triton.kernel_arguments import BackwardArgs
 from rankgrad.ops.triton.lowering import Lowering
 from rankgrad.ops.triton.positive_kernels import perturb_kernel, proper_kernel
 from rankgrad.ops.triton.ranker_kernels import SEARCH, STEP
@@ -25,9 +25,6 @@ class ExactLowering(Lowering[Exact]):
     many_mode = SEARCH
     count_dtype = torch.int32
 
-    def count_args(self, thresholds: Thresholds, width: int, device: torch.device) -> CountArgs:
-        return CountArgs(thresholds.columns, width)
-
     def ranks(self, counts: Tensor | DescendingCounts, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
         return positives.item_ranks(*ranks_by_kernel(counts, thresholds, positives))
 
@@ -38,9 +35,6 @@ class BlackboxLowering(Lowering[Blackbox]):
     mode = STEP
     many_mode = SEARCH
     count_dtype = torch.int32
-
-    def count_args(self, thresholds: Thresholds, width: int, device: torch.device) -> CountArgs:
-        return CountArgs(thresholds.columns, width)
 
     def ranks(self, counts: Tensor | DescendingCounts, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
         rank, among = ranks_by_kernel(counts, thresholds, positives)

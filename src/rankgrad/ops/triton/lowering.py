@@ -1,6 +1,5 @@
 """What the kernels ask about a ranker: the base of its host object."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -16,7 +15,7 @@ from rankgrad.ops.triton.kernel_arguments import BackwardArgs, CountArgs
 R = TypeVar("R", bound=Ranker)
 
 
-class Lowering(ABC, Generic[R]):
+class Lowering(Generic[R]):
     """A ranker on the kernels: its own methods where kernels do not replace them."""
 
     mode: ClassVar[Any]
@@ -77,9 +76,9 @@ class Lowering(ABC, Generic[R]):
     ) -> Tensor:
         return self.ranker.positive_backward(d_thresholds, counts, rank_grad, positives, thresholds, upstream)
 
-    @abstractmethod
     def count_args(self, thresholds: Any, width: int, device: torch.device) -> CountArgs:
         """For a row block whose queries have at most `width` positives."""
+        return CountArgs(thresholds.columns, width)
 
     def backward_args(self, thresholds: Any, rank_grad: Any, kept: Any) -> BackwardArgs:
         """`kept` is (slopes, thresholds as they were counted with) where `keeps_slopes`."""

@@ -3,7 +3,7 @@
 Letter:  P thresholds of a query
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -20,6 +20,8 @@ from rankgrad.ops.triton.lowering import Lowering
 from rankgrad.ops.triton.positive_kernels import among_bwd_kernel, among_kernel, weigh_kernel
 from rankgrad.ops.triton.ranker_kernels import BOUND, GRID, RAMP, SIGMOID
 
+S = TypeVar("S", Sigmoid, UpperBound)
+
 
 class SigmoidWeights(NamedTuple):
     """The derivative by the soft ranks of a row block."""
@@ -29,20 +31,25 @@ class SigmoidWeights(NamedTuple):
     sums: Tensor  # [B] of |weights|
 
 
-class SigmoidLowering(Lowering[Sigmoid]):
-    """Sums of logistics and of their slopes, which make the gradient of the thresholds without another pass."""
+class _LogisticLowering(Lowering[S]):
+    """Scores and thresholds are in multiples of tau, of base 2. The slopes of a step are summed with it."""
 
-    mode = SIGMOID
     keeps_slopes = True
-    many_mode = GRID
 
     @property
     def score_scale(self) -> float:
-        return 1.4426950408889634 / self.ranker.tau  # of base 2
+        return 1.4426950408889634 / self.ranker.tau
 
     @property
     def threshold_scale(self) -> float:
         return self.score_scale
+
+
+class SigmoidLowering(_LogisticLowering[Sigmoid]):
+    """Sums of logistics and of their slopes, which make the gradient of the thresholds without another pass."""
+
+    mode = SIGMOID
+    many_mode = GRID
 
     def thresholds(self, positives: PositiveScores, key: int) -> SigmoidThresholds:
         assert positives.columns is not None, "the source keeps what the kernels compare"
@@ -66,9 +73,6 @@ class SigmoidLowering(Lowering[Sigmoid]):
                 **_among_blocks(rank),
             )
         return positives.item_ranks(rank, among)
-
-    def count_args(self, thresholds: SigmoidThresholds, width: int, device: torch.device) -> CountArgs:
-        return CountArgs(thresholds.columns, width)
 
     def rank_gradient(
         self, d_ranks: tuple[Tensor, ...], positives: PositiveScores, thresholds: SigmoidThresholds, upstream: Upstream
@@ -129,11 +133,10 @@ class SigmoidLowering(Lowering[Sigmoid]):
         return gradient
 
 
-class UpperBoundLowering(Lowering[UpperBound]):
+class UpperBoundLowering(_LogisticLowering[UpperBound]):
     """Sums of bounds and of their slopes; positives are ranked exactly."""
 
     mode = BOUND
-    keeps_slopes = True
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -141,23 +144,12 @@ class UpperBoundLowering(Lowering[UpperBound]):
         line = {"DELTA": ranker.delta * self.score_scale, "SLOPE": ranker.rho * ranker.tau, "OFFSET": ranker.offset}
         return {"MODE": self.mode, **line}
 
-    @property
-    def score_scale(self) -> float:
-        return 1.4426950408889634 / self.ranker.tau  # of base 2
-
-    @property
-    def threshold_scale(self) -> float:
-        return self.score_scale
-
     def ranks(self, counts: Tensor, positives: PositiveScores, thresholds: Thresholds) -> Ranks:
         return positives.item_ranks(*ranks_by_kernel(counts, thresholds, positives))
 
     def thresholds(self, positives: PositiveScores, key: int) -> Thresholds:
         assert positives.columns is not None, "the source keeps what the kernels compare"
         return Thresholds(positives.columns.t().contiguous())
-
-    def count_args(self, thresholds: Thresholds, width: int, device: torch.device) -> CountArgs:
-        return CountArgs(thresholds.columns, width)
 
     def backward_args(self, thresholds: Thresholds, rank_grad: Tensor, kept: tuple[Tensor, Tensor]) -> BackwardArgs:
         peak = torch.linalg.vector_norm(rank_grad, 1, dim=0).amax()

@@ -270,6 +270,8 @@ async function follow() {
   }
 }
 
+let copied = 0;
+
 // the address of what is shown, for other people on this server
 async function share() {
   const at = place();
@@ -282,7 +284,9 @@ async function share() {
   } catch {
     prompt("Copy this link:", text);
   }
-  setTimeout(() => { $("link").textContent = "Copy link"; }, 1500);
+  // the end of an earlier copy must not take back what this one says
+  clearTimeout(copied);
+  copied = setTimeout(() => { $("link").textContent = "Copy link"; }, 1500);
 }
 
 function drawBox(event) {
