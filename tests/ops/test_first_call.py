@@ -169,11 +169,13 @@ class FakeKernel:
 @pytest.fixture
 def gpu(monkeypatch):
     """As if tensors were on a GPU: kernels are run by the interpreter, and the dry run asks the fake to compile."""
+    if not hasattr(triton, "AsyncCompileMode"):
+        pytest.skip("this Triton compiles one kernel after the other")
     fake = FakeGPU()
     monkeypatch.setattr(first_call, "_compiled", set())
     monkeypatch.setattr(torch.cuda, "device", type("device", (nullcontext,), {}))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(triton, "AsyncCompileMode", fake.mode, raising=False)
+    monkeypatch.setattr(triton, "AsyncCompileMode", fake.mode)
     together, made = first_call.compile_together, first_call.dry_run
     functions = {}
 
