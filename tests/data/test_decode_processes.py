@@ -89,6 +89,13 @@ def test_a_process_that_is_ended_is_a_sentence(many, folder, tmp_path, monkeypat
     assert not list((tmp_path / "cache").iterdir())
 
 
+def test_a_file_that_changes_meanwhile_is_named(many, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(ImageDecoder, "planes", lambda decoder, row: np.zeros((3, 24, 5), np.uint8))
+    with pytest.raises(UnreadableImageError, match=r"0\.png has changed since its header was read"):
+        opened(folder, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
 def test_a_full_disk_is_a_sentence(many, folder, tmp_path):
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))

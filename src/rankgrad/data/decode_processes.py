@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+from rankgrad._messages import printable
 from rankgrad.data.image_files import ImageDecoder, UnreadableImageError
 from rankgrad.data.prefetch import default_threads
 from rankgrad.data.worker_process import init_worker
@@ -129,7 +130,8 @@ def _written(path: Path, place: Place) -> str | None:
         planes = _Worker.decoder.planes(row)
     except UnreadableImageError as error:
         return str(error)
-    assert planes.shape[1:] == shape, "the header says how large the image is"
+    if planes.shape[1:] != shape:
+        return f"{printable(str(_Worker.decoder.table.file(row)))} has changed since its header was read"
     file, left = os.open(path, os.O_WRONLY), planes.ravel().data
     try:
         while left:

@@ -15,7 +15,8 @@ T = TypeVar("T")
 def prefetch(function: Callable[[S], T], items: Iterable[S], *, threads: int, ahead: int) -> Iterator[tuple[S, T]]:
     """Yield `(item, function(item))` in the order of `items`.
 
-    Threads are enough for images: Pillow releases the interpreter lock while it decodes and resizes.
+    Threads are enough for images on a few cores: Pillow releases the interpreter lock while it decodes and resizes. With more
+    cores threads wait for the lock; see `decode_processes`.
 
     Args:
         function: called in a thread; an exception is raised when its item is due.

@@ -51,7 +51,8 @@ def _driver_of(gpu: Gpu) -> Iterator[None]:
     """For all threads of the process, so that nothing may be launched meanwhile."""
     drivers = triton.runtime.driver
     # Triton looks for a GPU only when it is asked for one, and without a GPU that is an error: so it is not asked here
-    before = vars(drivers).get("_active")
+    kept = vars(drivers)
+    before = kept["_active"] if "_active" in kept else kept["active"]  # so called before Triton 3.4
     drivers.set_active(AbsentDriver(gpu))
     try:
         yield
