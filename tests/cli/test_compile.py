@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rankgrad import cli
+from rankgrad._dry_run import dry_run
 from rankgrad._gpu import Gpu, as_if_on
-from rankgrad.ops.dry_run import dry_run
 from rankgrad.runs import retrieval_task
 
 
@@ -41,6 +41,17 @@ def test_the_loss_is_that_of_training(launched):
     assert {given["SPLIT"] for given in gradients} == {False}, "autocast makes it fast"
     assert {given["D"] for given in gradients} == {64}, "operands are padded to a whole step"
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_evaluation_and_crops_are_those_of_training(launched):
+    assert cli.main(["compile", "--gpu", "h100", "--dim", "24", "--size", "32"]) == 0
+    names = {name for name, _ in launched["h100"]}
+    assert {"count_kernel", "scatter_kernel", "table_kernel", "crop_kernel"} <= names, "few and many relevant items, and images"
+    exact = [given for name, given in launched["h100"] if name == "count_kernel" and not given["BOTH"]]
+    assert {given["SPLIT"] for given in exact} == {True}, "an evaluation is in float32"
+    crops = [given for name, given in launched["h100"] if name == "crop_kernel"]
+    assert {given["CHANNELS_LAST"] for given in crops} == {True, False}, "of the network, and of an evaluation"
+    assert {given["ROUNDED"] for given in crops} == {True}
 
 
 @pytest.mark.parametrize(

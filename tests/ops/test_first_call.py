@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import rankgrad as rg
+from rankgrad._dry_run import dry_run, launch_instead
 from rankgrad.ops import functional
-from rankgrad.ops.dry_run import dry_run, launch_instead
 
 triton = pytest.importorskip("triton")
 first_call = pytest.importorskip("rankgrad.ops.triton.first_call")
@@ -331,7 +331,7 @@ OTHER_SIZES = """
 import torch
 import rankgrad as rg
 from rankgrad._gpu import Gpu, as_if_on
-from rankgrad.ops.dry_run import dry_run
+from rankgrad._dry_run import dry_run
 
 gpu, found = Gpu.named("h100", caller=""), {}
 

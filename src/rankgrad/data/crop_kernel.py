@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rankgrad._kernel import kernel
+
 # rows and columns of a crop that a program makes
 ROWS, COLUMNS = 8, 64
 
@@ -29,22 +31,21 @@ def crop_images(flat: Tensor, whole: Tensor, real: Tensor, crops: Tensor) -> Non
     tiles = triton.cdiv(size, ROWS) * triton.cdiv(size, COLUMNS)
     with torch.cuda.device(flat.device) if flat.is_cuda else nullcontext():
         crop_kernel[(images * tiles,)](
-            flat,
-            whole,
-            real,
-            crops,
-            images,
-            size,
+            p_flat=flat,
+            p_whole=whole,
+            p_real=real,
+            p_crops=crops,
+            images=images,
+            size=size,
             ROUNDED=crops.dtype == torch.uint8,
             CHANNELS_LAST=crops.is_contiguous(memory_format=torch.channels_last),
             ROWS=ROWS,
             COLUMNS=COLUMNS,
-            enable_fp_fusion=True,  # what Triton does where it is not told is about to change
         )
 
 
 # one kernel for all sizes: the last batch of an evaluation would compile another
-@triton.jit(do_not_specialize=["images", "size"])
+@kernel(do_not_specialize=["images", "size"])
 def crop_kernel(
     p_flat, p_whole, p_real, p_crops, images, size,
     ROUNDED: tl.constexpr, CHANNELS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -8,7 +8,7 @@ from rankgrad._gpu import Gpu
 
 
 def compile_kernels(call: Callable[[], object], gpu: str) -> int:
-    """Compile the kernels that losses launch in `call`, for a GPU that need not be there, into Triton's cache.
+    """Compile the kernels that losses and `evaluate` launch in `call`, for a GPU that need not be there, into Triton's cache.
 
     The first training step on such a GPU loads them, if it finds the cache: `~/.triton/cache`, or the folder that
     `TRITON_CACHE_DIR` names. Kernels differ by loss, precision, dimension and the number of relevant items per query, in powers
@@ -21,7 +21,8 @@ def compile_kernels(call: Callable[[], object], gpu: str) -> int:
 
     Args:
         call: calls losses with embeddings or scores on the CPU, of the dimension and dtype that training will have, and under
-            autocast if training uses it. Nothing is computed: values and gradients have no meaning.
+            autocast if training uses it, and `rg.evaluate` with float32 embeddings if that is used. Nothing is computed:
+            values, gradients and metrics have no meaning.
         gpu: a model, such as "h100" or "a100", or a compute capability, such as "9.0" or "sm_90".
 
     Returns:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rankgrad._device import autocast_disabled
-from rankgrad.ops.dry_run import launch_instead
+from rankgrad._dry_run import launch_instead
 
 # Fields of `Ranks` that an objective can be differentiated by.
 GRAD_FIELDS = ("rank", "positive_rank", "mass", "gain")
@@ -244,6 +244,16 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
+def graph_is_kept() -> bool:
+    """Whether there may be another backward pass after the one under way: `retain_graph`.
+
+    Else torch frees what a function has saved, also if its result is still held (`total += loss`). What it holds besides is for
+    the function to let go of.
+    """
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # noqa: SLF001  torch has no public name for it
+    return ask is None or bool(ask())
+
+
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """For the backward method of a function with saved tensors: under `create_graph` its results refuse a second backward.
 
@@ -357,12 +367,14 @@ class RankLossFunction(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        if not ctx.state.call.ops.differentiable:
+        tensors, state = ctx.saved_tensors, ctx.state
+        if not graph_is_kept():
+            ctx.state = None
+        call = state.call
+        if not call.ops.differentiable:
             return None, *(torch.zeros_like(t) for t in tensors)
-        call = ctx.state.call
         factor = call.query_weights if call.reduce else 1 + 0 * call.query_weights
-        return None, *backward_pass(ctx.state, (grad_losses * factor).expand(ctx.num_queries))
+        return None, *backward_pass(state, (grad_losses * factor).expand(ctx.num_queries))
 
 
 def rank_losses(call: RankCall, *tensors: Tensor) -> Tensor:

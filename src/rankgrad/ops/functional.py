@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from rankgrad._device import on_its_device
+from rankgrad._dry_run import launch_instead
 from rankgrad._gpu import has_gpu
 from rankgrad.ops import reference
 from rankgrad.ops.autograd import RankCall, RankOps, ScoreSource, rank_losses, reduced
 from rankgrad.ops.backends import lowering_for, resolve, resolve_precision
 from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
-from rankgrad.ops.dry_run import launch_instead
 from rankgrad.ops.embedding_inputs import EmbeddingInputs, Mixture, prepared, scaled
 from rankgrad.ops.loss_config import LossConfig, LossOutput, Queries, Shares, is_wide
 from rankgrad.ops.masks import Mask, MaskRelevance

@@ -94,6 +94,11 @@ def fitting_batch(recipe: RetrievalRecipe, table: Table) -> int:
     return CategoryHard.largest_batch(table.labels, table.categories, recipe.per_class or None)
 
 
+def memory_format_of(recipe: RetrievalRecipe) -> torch.memory_format:
+    """Of the network and of its crops in training."""
+    return torch.channels_last if recipe.channels_last else torch.contiguous_format
+
+
 def training_batches(recipe: RetrievalRecipe, split: Split, context: RunContext) -> ImageBatches | TextBatches:
     """Batches on the device, unless they would fill it: then chunks are moved there one by one."""
     sampler = make_sampler(recipe, split.selected)
@@ -113,7 +118,7 @@ def training_batches(recipe: RetrievalRecipe, split: Split, context: RunContext)
         recipe.seed,
         context.device if 3 * images * recipe.size**2 <= LARGEST_BATCH_BYTES * context.processes.size else "cpu",
         context.workers or 0,
-        memory_format=torch.channels_last if recipe.channels_last else torch.contiguous_format,
+        memory_format=memory_format_of(recipe),
         shard=shard,
     )
     batches.item_names = split.table.paths

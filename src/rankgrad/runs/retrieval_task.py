@@ -27,12 +27,12 @@ from rankgrad.runs.data_cache import WITH_DISTRACTORS, DataCache, Split
 from rankgrad.runs.data_identity import DataIdentity
 from rankgrad.runs.embedding import MultiScale, embed
 from rankgrad.runs.recipe import Published
-from rankgrad.runs.retrieval_batches import fitting_batch, ordered_batches, training_batches
+from rankgrad.runs.retrieval_batches import fitting_batch, memory_format_of, ordered_batches, training_batches
 from rankgrad.runs.retrieval_evaluation import SplitEvaluator, evaluate_shards
 from rankgrad.runs.retrieval_recipe import METRIC_LEARNING, RetrievalRecipe
 from rankgrad.runs.run_folder import RunFolder
 from rankgrad.runs.task import RETRIEVAL, VALIDATION, RunContext, SplitResult, TestIdentity
-from rankgrad.runs.warm_up import InBackground, warm_up
+from rankgrad.runs.warm_up import InBackground, warm_up, warm_up_crops, warm_up_evaluation
 from rankgrad.train.large_batch import Loss
 from rankgrad.train.loop import Evaluator
 from rankgrad.train.settings import AUTOCAST
@@ -238,20 +238,23 @@ class RetrievalTask:
         return InBackground(partial(warm_up, loss, *shape, device, AUTOCAST[recipe.precision])).wait
 
     def compile_kernels(self, gpu: str) -> int:
-        """Compile the kernels of the loss for a GPU that need not be there; their number."""
+        """Compile the kernels of loss, evaluation and crops for a GPU that need not be there; their number."""
         recipe = self.recipe
         if recipe.loss not in PRESETS:
             raise ValueError(f"--loss {recipe.loss} is a loss of pytorch-metric-learning, which has no kernels")
         if not recipe.dim:
             raise ValueError(f"{recipe.name} has the dimension of its network: give it with --dim")
         loss = self._rank_loss()
-        shape = (KERNEL_ITEMS, recipe.per_class or ASSUMED_PER_CLASS, recipe.dim)
+        shape, cpu = (KERNEL_ITEMS, recipe.per_class or ASSUMED_PER_CLASS, recipe.dim), torch.device("cpu")
 
-        def steps() -> None:
-            for _ in range(2):  # in the first one a memory is empty
-                warm_up(loss, *shape, torch.device("cpu"), AUTOCAST[recipe.precision])
+        def run() -> None:
+            for _ in range(2):  # in the first step a memory is empty
+                warm_up(loss, *shape, cpu, AUTOCAST[recipe.precision])
+            warm_up_evaluation(recipe.dim, cpu)
+            if not recipe.is_text:
+                warm_up_crops(recipe.size, {memory_format_of(recipe), torch.contiguous_format}, cpu)
 
-        return compile_kernels(steps, gpu)
+        return compile_kernels(run, gpu)
 
     def make_batches(self) -> ImageBatches | TextBatches:
         return training_batches(self.recipe, self.data.training(self.recipe)[0], self.context)

@@ -1,14 +1,24 @@
-"""The kernels of a loss are compiled while data and network are read, so that the first step does not wait for them."""
+"""Calls that launch the kernels of a run, so that they are compiled before they are needed.
+
+Those of the loss are compiled while data and network are read, and the first step does not wait for them. `rankgrad compile`
+makes all of these calls without running a kernel.
+"""
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rankgrad.data.image_store import ImageBuffer, bytes_needed
+from rankgrad.eval import evaluate
 from rankgrad.train.loop import Batches
+
+# items to evaluate, and items of a class below and above the number from which on thresholds are searched
+EVALUATED = 1024
+PER_CLASS = 4, 64
 
 
 def warm_up(loss: nn.Module, items: int, per_class: int, dim: int, device: torch.device, autocast: torch.dtype | None) -> None:
@@ -23,6 +33,22 @@ def warm_up(loss: nn.Module, items: int, per_class: int, dim: int, device: torch
         torch.autograd.grad(value, embeddings)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def warm_up_evaluation(dim: int, device: torch.device) -> None:
+    """Evaluate random embeddings in classes of few and of many items, which are counted by other kernels."""
+    embeddings = torch.randn(EVALUATED, dim, generator=torch.Generator().manual_seed(0)).to(device)
+    for per_class in PER_CLASS:
+        evaluate(embeddings, torch.arange(EVALUATED) // per_class)
+
+
+def warm_up_crops(size: int, memory_formats: Iterable[torch.memory_format], device: torch.device) -> None:
+    """Crop one image as for a step of training, in its memory format, and as for an evaluation."""
+    shapes = torch.tensor([[size, size]])
+    images = ImageBuffer(torch.zeros(bytes_needed(shapes), dtype=torch.uint8, device=device), shapes)
+    whole = torch.tensor([[0.0, 0.0, size, size]])
+    for memory_format in memory_formats:
+        images.crops(torch.zeros(1), whole, torch.zeros(1), size, dtype=torch.uint8, memory_format=memory_format)
 
 
 class InBackground:

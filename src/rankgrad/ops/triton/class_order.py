@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops.dry_run import launch_instead
+from rankgrad._dry_run import launch_instead
 from rankgrad.ops.triton.class_order_kernels import class_kernel, place_kernel
 
 # Most items: each is compared with every other one, and the number that the kernels give a class has 13 bits for an item.

@@ -10,7 +10,7 @@ Letters:  i, j items   o_ offsets, m_ a mask, b_ a block in registers
 
 import triton.language as tl
 
-from rankgrad.ops.triton.kernel import kernel
+from rankgrad._kernel import kernel
 
 # Of one array, whose rows are aligned at some batch sizes; each case that Triton tells apart would be compiled.
 OF_CLASSES = ("size", "number", "before")

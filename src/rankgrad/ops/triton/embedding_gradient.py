@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rankgrad.ops.dry_run import launch_instead
+from rankgrad._dry_run import launch_instead
 from rankgrad.ops.labels import IntervalRelevance
 from rankgrad.ops.pair_relevance import PairRelevance
 from rankgrad.ops.triton.embedding_kernels import gather_kernel

@@ -14,9 +14,9 @@ Letters:  BM queries, BN candidates of a tile   P thresholds   i_ program index,
 
 import triton.language as tl
 
+from rankgrad._kernel import kernel
 from rankgrad.ops.triton.gradient_tiles import write_gradient
 from rankgrad.ops.triton.grid_kernels import deposit
-from rankgrad.ops.triton.kernel import kernel
 from rankgrad.ops.triton.ranker_kernels import GRID, count_tile, most_thresholds, tally_tile
 from rankgrad.ops.triton.score_tiles import (
     PER_QUERY,

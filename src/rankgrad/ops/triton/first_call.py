@@ -23,8 +23,8 @@ import torch
 import triton
 from torch import Tensor
 
+from rankgrad._dry_run import dry_run
 from rankgrad.ops.autograd import Objective, Ranks, own_derivative
-from rankgrad.ops.dry_run import dry_run
 
 _compiled: set[Hashable] = set()
 _lock = threading.Lock()

@@ -24,8 +24,8 @@ Letters:  P thresholds of a query   i_ program index, o_ offsets, m_ a mask, b_ 
 import triton
 import triton.language as tl
 
+from rankgrad._kernel import kernel
 from rankgrad.ops.triton.device_functions import packed, reciprocal, unpacked
-from rankgrad.ops.triton.kernel import kernel
 
 # Cells of a unit. Units that a grid goes beyond its thresholds: sigmoids of scores above it are 1 to the last bit of a count of
 # a million, and those below it are less than 2 ** -58.

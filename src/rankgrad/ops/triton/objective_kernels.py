@@ -5,7 +5,7 @@ Letters:  P positives of a query   o_ offsets, m_ a mask, b_ a block in register
 
 import triton.language as tl
 
-from rankgrad.ops.triton.kernel import kernel
+from rankgrad._kernel import kernel
 
 
 @kernel(do_not_specialize=("num_rows", "P"))

@@ -8,7 +8,7 @@ Letters:  i_ program index, o_ offsets, m_ a mask, b_ a block in registers
 
 import triton.language as tl
 
-from rankgrad.ops.triton.kernel import kernel
+from rankgrad._kernel import kernel
 
 
 @kernel(do_not_specialize=("items",))

@@ -7,8 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
+from rankgrad._dry_run import launch_instead
 from rankgrad.ops.autograd import first_derivative_only
-from rankgrad.ops.dry_run import launch_instead
 from rankgrad.ops.normalize import SMALLEST_LENGTH
 from rankgrad.ops.triton.operand_kernels import normalize_bwd_kernel, normalize_kernel, operand_kernel
 from rankgrad.ops.triton.tiles import STEP, TILE, WIDEST

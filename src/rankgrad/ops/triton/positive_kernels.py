@@ -10,8 +10,8 @@ Letters:  P positives of a query   i_ program index, o_ offsets, m_ a mask, b_ a
 
 import triton.language as tl
 
+from rankgrad._kernel import kernel
 from rankgrad.ops.triton.device_functions import reciprocal
-from rankgrad.ops.triton.kernel import kernel
 
 
 @kernel(do_not_specialize=("P", "row_stride", "column_stride"))

@@ -18,7 +18,7 @@ Letters:  n scores, P thresholds of a list   i a list, i_ program index, o_ offs
 import triton
 import triton.language as tl
 
-from rankgrad.ops.triton.kernel import kernel
+from rankgrad._kernel import kernel
 
 # They differ from call to call, and no load gets wider by knowing that one of them is even.
 SIZES = ["P", "BUCKETS", "steps", "blocks"]

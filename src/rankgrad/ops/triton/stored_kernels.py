@@ -10,8 +10,8 @@ Letters:  BM queries, BN candidates of a tile   o_ offsets, b_ a block in regist
 
 import triton.language as tl
 
+from rankgrad._kernel import kernel
 from rankgrad.ops.triton.gradient_tiles import write_gradient
-from rankgrad.ops.triton.kernel import kernel
 from rankgrad.ops.triton.score_tiles import PER_QUERY, SIZES, stripe, visible_tile
 
 
