@@ -1,9 +1,9 @@
-"""Memory of a device, autocast, which GPU is current and runs Triton's kernels, and what a failed capture leaves behind."""
+"""Memory of a device, autocast, which GPU is current and runs Triton's kernels, what disturbs a capture and what it leaves."""
 
 import gc
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,6 +92,19 @@ def release_memory(device: torch.device) -> None:
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001  torch has no public name for it
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Garbage that holds events or graphs must not be collected during a capture, which it would end."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def forget_failed_capture(device: torch.device) -> None:

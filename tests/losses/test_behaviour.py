@@ -1,11 +1,15 @@
 """How a loss behaves as a citizen of PyTorch: dtypes, autocast, layouts, determinism, graphs, memory."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankgrad
+from rankgrad.ops import autograd
 
 LOSSES = {
     "recall_at_k": lambda: rankgrad.RecallAtKLoss(tau_rank=0.1),
@@ -189,6 +193,28 @@ def test_second_backward_needs_the_graph_kept(name):
     assert torch.equal(first, second)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(value, x)
+
+
+@each_loss
+def test_a_loss_that_is_held_does_not_hold_what_its_backward_pass_needed(name, monkeypatch):
+    states, forward_pass = [], autograd.forward_pass
+
+    def watched(*arguments, **options):
+        losses, state = forward_pass(*arguments, **options)
+        states.append(weakref.ref(state))
+        return losses, state
+
+    monkeypatch.setattr(autograd, "forward_pass", watched)
+    (x, labels), total = batch(), 0.0
+    for _ in range(3):
+        value = LOSSES[name]()(x.clone().requires_grad_(), labels)
+        total = total + value  # without detach()
+        value.backward(retain_graph=True)
+        assert states[-1]() is not None
+        value.backward()
+        gc.collect()
+        assert states[-1]() is None
+    assert len(states) == 3
 
 
 @each_loss

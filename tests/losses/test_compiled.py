@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import rankgrad as rg
+from rankgrad.ops import functional
+from rankgrad.ops.backends import resolve_precision
 
 GENERATOR = torch.Generator().manual_seed(0)
 IMAGES, LABELS = torch.randn(12, 7, generator=GENERATOR), torch.arange(12) % 4
@@ -61,6 +63,27 @@ def test_a_whole_graph_with_the_values_of_eager_calls(name, backend):
     torch.testing.assert_close(found, wanted)
     assert loss.used_queries == other_loss.used_queries
     assert any(gradient.abs().max() > 1e-4 for gradient in wanted[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_loss_scale_of_16_bit_training(dtype, monkeypatch):
+    precisions = []
+
+    def resolved(precision, embeddings):
+        precisions.append(resolve_precision(precision, embeddings))
+        return precisions[-1]
+
+    monkeypatch.setattr(functional, "resolve_precision", resolved)
+    loss, images = rg.SmoothAPLoss(), (1000 * IMAGES).to(dtype)  # the longer they are, the smaller is their gradient
+    compiled = torch.compile(lambda x: loss(x, LABELS), fullgraph=True, backend="aot_eager")
+    found = []
+    for step in (compiled, lambda x: loss(x, LABELS)):
+        x = images.clone().requires_grad_()
+        (step(x) * 2.0**16).backward()  # beyond float16
+        found.append(x.grad)
+    assert found[0].dtype == dtype
+    torch.testing.assert_close(found[0], found[1])
+    assert set(precisions) == {"fast"}, "that of 16-bit embeddings"
 
 
 def test_references_weights_and_given_scores():

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import rankgrad as rg
-from rankgrad.ops.cuda_graphs import Capture, GraphCache
+from rankgrad.ops import cuda_graphs
+from rankgrad.ops.cuda_graphs import Capture, GraphCache, GraphProgram
 from rankgrad.train.large_batch import LargeBatch
 
 
@@ -65,6 +66,55 @@ def streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: found[-1])
     monkeypatch.setattr(torch.cuda, "stream", entered)
     return found
+
+
+class OnCpu:
+    """What a capture does, without a GPU: it runs once, and its gradient is made before what arrives is known."""
+
+    def __init__(self, leaf, inputs, widths, program):
+        self.widths, self.leaf = widths, leaf.detach().clone().requires_grad_()
+        out, *self.others = program.loss(self.leaf, program.build(*inputs)[0], widths)
+        (self.d_leaf,) = torch.autograd.grad(out, self.leaf)
+        self.out = out.detach()
+
+    def replay(self, leaf, inputs):
+        assert leaf.dtype == self.leaf.dtype
+        return [0]
+
+    def gradient(self, grad_out):
+        return self.d_leaf * grad_out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_loss_scale_saves_small_gradients_of_captured_calls(dtype, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "Capture", OnCpu)
+    program = GraphProgram(
+        (1,), lambda labels: (labels, torch.zeros(1, dtype=torch.long)), lambda leaf, *_: (leaf.double().sum() * 1e-9,)
+    )
+    cache, leaf = GraphCache(), torch.ones(3, dtype=dtype, requires_grad=True)
+    for _ in range(3):  # as usual, captured, replayed
+        found = cache.run("key", leaf, (torch.zeros(1),), program) or program.run(leaf, (torch.zeros(1),))
+        (gradient,) = torch.autograd.grad(found[0] * 2.0**16, leaf)
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient, torch.full((3,), 1e-9 * 2**16, dtype=dtype), rtol=1e-2, atol=0)
+    assert sum(map(len, cache.free.values())) == 1
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_capture_is_free_after_its_backward_pass_though_the_loss_is_held(kept, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "Capture", OnCpu)
+    program = GraphProgram((1,), lambda labels: (labels, torch.zeros(1, dtype=torch.long)), lambda leaf, *_: (leaf.sum(),))
+    cache, leaf, total = GraphCache(), torch.ones(3, requires_grad=True), 0.0
+    cache.run("key", leaf, (torch.zeros(1),), program)
+    for _ in range(4):
+        (loss,) = cache.run("key", leaf, (torch.zeros(1),), program)
+        total = total + loss
+        loss.backward(retain_graph=kept)
+    assert sum(map(len, cache.free.values())) == (0 if kept else 1)
+    if kept:
+        loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
 
 
 @pytest.mark.usefixtures("streams")
@@ -193,18 +243,17 @@ def test_the_gpu_of_the_tensors_is_current_in_a_call(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_loss_on_a_gpu_that_is_not_current():
-    labels, data = torch.arange(64) // 4, torch.randn(64, 16)
-    found = []
-    for device in ("cuda:0", "cuda:1"):
+    labels, batches = torch.arange(64) // 4, torch.randn(3, 64, 16)
+    found = {device: [] for device in ("cuda:0", "cuda:1")}
+    for device, gradients in found.items():
         loss = rg.RecallAtKLoss()
-        for _ in range(3):  # as usual, captured, replayed
+        for data in batches:  # as usual, captured, replayed
             embeddings = data.to(device).requires_grad_()
             loss.prepare_labels(on_device := labels.to(device))
             loss(embeddings, on_device).backward()
-            found.append(embeddings.grad.cpu())
+            gradients.append(embeddings.grad.cpu())
     assert torch.cuda.current_device() == 0
-    for gradient in found[1:]:
-        torch.testing.assert_close(gradient, found[0])
+    torch.testing.assert_close(found["cuda:1"], found["cuda:0"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

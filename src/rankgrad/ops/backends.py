@@ -3,6 +3,9 @@
 An explicit request is honoured or refused, never replaced.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -59,9 +62,22 @@ def lowering_for(ranker: Ranker, *, given_scores: bool) -> "Lowering[Any]":
     return lowering
 
 
+_narrow: ContextVar[bool] = ContextVar("rankgrad_narrow", default=False)
+
+
+@contextmanager
+def as_if_narrow(narrow: bool) -> Iterator[None]:
+    """Embeddings get the precision of 16-bit ones, which they were before they were widened."""
+    token = _narrow.set(narrow)
+    try:
+        yield
+    finally:
+        _narrow.reset(token)
+
+
 def resolve_precision(precision: ScorePrecision, embeddings: Tensor) -> Literal["fast", "high"]:
     """Precision of the kernels for embeddings as the caller gave them."""
     if precision != "auto":
         return precision
-    half = embeddings.dtype in (torch.float16, torch.bfloat16)
+    half = embeddings.dtype in (torch.float16, torch.bfloat16) or _narrow.get()
     return "fast" if half or torch.is_autocast_enabled(embeddings.device.type) else "high"

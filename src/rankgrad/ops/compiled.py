@@ -2,8 +2,9 @@
 
 A loss sorts, reads sizes and launches kernels of its own, which a compiler cannot trace. The operator `rankgrad::loss` is a
 black box to it: at run time it calls the loss as ever and returns its value together with the gradients of its inputs, which
-the backward pass multiplies by what arrives. No work is done twice. `Pairs` and `Levels` are passed as their tensors and made
-again inside. Where a loss has more than one value, the graph breaks once around the call.
+the backward pass multiplies by what arrives. No work is done twice. These gradients are in float32 at least: a loss scale
+arrives after them, and is itself too large for float16. `Pairs` and `Levels` are passed as their tensors and made again inside.
+Where a loss has more than one value, the graph breaks once around the call.
 """
 
 import itertools
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankgrad.ops.backends import as_if_narrow
 from rankgrad.ops.levels import Levels
+from rankgrad.ops.loss_config import is_wide
 from rankgrad.ops.pairs import Pairs
 
 _KINDS: dict[str, type[Pairs | Levels]] = {"Pairs": Pairs, "Levels": Levels}
@@ -93,17 +96,22 @@ def _loss(inputs: list[Tensor], others: list[Tensor], names: str, handle: int, w
         torch.inference_mode(False),
         torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False),  # noqa: SLF001
         torch.set_grad_enabled(wants_gradient),
+        as_if_narrow(any(not is_wide(tensor) for tensor in inputs[: len(arguments)])),
     ):
         leaves = [_leaf(tensor, wants_gradient) for tensor in inputs[: len(arguments)]]
-        others = [_leaf(tensor, False) for tensor in others]
+        others = [_own(tensor) for tensor in others]
         keywords = dict(zip([*arguments, *filter(None, rest.split(","))], [*leaves, *others], strict=True))
         value = getattr(loss, method)(**_made_again(keywords))
         gradients = _gradients(value, [*leaves, *loss.parameters()]) if wants_gradient else ()
-    return [value.detach().to(_value_dtype(inputs)), *gradients]
+    return [value.detach().to(_gradient_dtype(inputs[0])), *gradients]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
-    own = tensor.clone() if tensor.is_inference() else tensor.detach()
+    own = _own(tensor).to(_gradient_dtype(tensor))
     return own.requires_grad_() if wants_gradient else own
 
 
@@ -113,24 +121,27 @@ def _gradients(value: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return [gradient.contiguous().clone() for gradient in found]
 
 
-def _value_dtype(inputs: list[Tensor]) -> torch.dtype:
-    return torch.promote_types(inputs[0].dtype, torch.float32)
+def _gradient_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 @_loss.register_fake
 def _(inputs: list[Tensor], others: list[Tensor], names: str, handle: int, wants_gradient: bool) -> list[Tensor]:
-    gradients = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
-    return [inputs[0].new_empty((), dtype=_value_dtype(inputs)), *(gradients if wants_gradient else ())]
+    gradients = [
+        torch.empty_like(tensor, dtype=_gradient_dtype(tensor), memory_format=torch.contiguous_format) for tensor in inputs
+    ]
+    return [inputs[0].new_empty((), dtype=_gradient_dtype(inputs[0])), *(gradients if wants_gradient else ())]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(*output[1:])
-    ctx.num_others = len(inputs[1])
+    ctx.dtypes, ctx.num_others = [tensor.dtype for tensor in inputs[0]], len(inputs[1])
 
 
 def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-    factor = gradients[0]
-    return [saved * factor.to(saved.dtype) for saved in ctx.saved_tensors], [None] * ctx.num_others, None, None, None
+    scaled = (saved * gradients[0].to(saved.dtype) for saved in ctx.saved_tensors)
+    of_inputs = [gradient.to(dtype) for gradient, dtype in zip(scaled, ctx.dtypes, strict=False)]
+    return of_inputs, [None] * ctx.num_others, None, None, None
 
 
 _loss.register_autograd(_backward, setup_context=_save)

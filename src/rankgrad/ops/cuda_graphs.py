@@ -2,20 +2,23 @@
 
 A capture holds static copies of the inputs and three graphs: raw inputs -> built relevance, embeddings or scores -> loss,
 incoming gradient -> gradient. The gradient of a scalar loss is only scaled by what arrives, so it is computed ahead of the
-backward pass, in the same graph as the loss: the host starts both at once. A capture is leased to one call until that call's
+backward pass, in the same graph as the loss: the host starts both at once. It is in float32, since in float16 what a loss scale
+is there to save would be lost before the scale arrives. A capture is leased to one call until its backward pass, or until its
 autograd graph is freed, so several calls may be pending at once.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rankgrad._device import forget_failed_capture
+from rankgrad._device import forget_failed_capture, no_garbage_collection
 from rankgrad.ops import relevance
-from rankgrad.ops.autograd import first_derivative_only
+from rankgrad.ops.autograd import first_derivative_only, graph_is_kept
+from rankgrad.ops.loss_config import is_wide
 from rankgrad.ops.relevance import rounded_width
 
 # Rows of a batch up to which calls are captured. On an H200 a call of 4,096 rows took 9 ms without and 1 ms with graphs; of 13
@@ -44,7 +47,18 @@ class GraphProgram:
     def run(self, leaf: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
         """Both steps, reading the widths in between. Compiles every kernel that a capture needs."""
         built, most = self.build(*inputs)
-        return self.loss(leaf, built, _rounded(most))
+        return self.loss(_widened(leaf), built, _rounded(most))
+
+
+def _widened(leaf: Tensor) -> Tensor:
+    """In the dtype in which a capture reads it and makes its gradient."""
+    return leaf if is_wide(leaf) else leaf.float()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Of each GPU its own: that of torch is on the GPU of the first capture, whichever is current."""
+    return torch.cuda.Stream(device)
 
 
 def _rounded(most: Tensor) -> list[int]:
@@ -77,17 +91,18 @@ class Capture:
         self.known = torch.cuda.Event()  # they have arrived
         pool = torch.cuda.graph_pool_handle()
         self.build_graph, self.loss_graph, self.grad_graph = (torch.cuda.CUDAGraph() for _ in range(3))
-        with torch.cuda.graph(self.build_graph, pool=pool, capture_error_mode="thread_local"):
+        capture = partial(torch.cuda.graph, pool=pool, stream=_capture_stream(leaf.device), capture_error_mode="thread_local")
+        with capture(self.build_graph):
             built, most = program.build(*self.inputs)
             self.most.copy_(most, non_blocking=True)
-        with torch.cuda.graph(self.loss_graph, pool=pool, capture_error_mode="thread_local"), torch.enable_grad():
+        with capture(self.loss_graph), torch.enable_grad():
             out, *self.others = program.loss(self.leaf, built, widths)
             if not out.ndim:
                 (self.d_leaf,) = torch.autograd.grad(out, self.leaf, retain_graph=True)
         self.out = out.detach()
         if out.ndim:
             self.grad_out = torch.ones_like(self.out)
-            with torch.cuda.graph(self.grad_graph, pool=pool, capture_error_mode="thread_local"):
+            with capture(self.grad_graph):
                 (self.d_leaf,) = torch.autograd.grad(out, self.leaf, self.grad_out, retain_graph=True)
         self.held = built, out  # the graphs read and write their memory
         self._begun: list[tuple[Tensor, Hashable]] = []
@@ -176,14 +191,17 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, lease: Lease) -> Tensor:
-        ctx.save_for_backward(leaf)
+        ctx.save_for_backward(leaf)  # read again in backward only to notice a second one, or a change in place
         ctx.lease = lease
         return lease.capture.out.clone()
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
-        return ctx.lease.capture.gradient(grad_out), None
+        _, lease = ctx.saved_tensors, ctx.lease
+        if not graph_is_kept():
+            ctx.lease = None
+        return lease.capture.gradient(grad_out), None
 
 
 class GraphCache:
@@ -212,6 +230,7 @@ class GraphCache:
 
     def run(self, key: Hashable, leaf: Tensor, inputs: Inputs, program: GraphProgram) -> tuple[Tensor, ...] | None:
         """What `program.loss` returns, or None where the call must run as usual. Copy further outputs at once."""
+        leaf = _widened(leaf)
         outputs = self.replay(key, leaf, inputs)
         if outputs is not None:
             return outputs
@@ -231,6 +250,7 @@ class GraphCache:
 
     def replay(self, key: Hashable, leaf: Tensor, inputs: Inputs) -> tuple[Tensor, ...] | None:
         """The same by a capture that there is already; None where there is none for these shapes and classes."""
+        leaf = _widened(leaf)
         _, free = self._find(_shaped(key, leaf, inputs))
         if not free:
             return None
@@ -253,7 +273,8 @@ class GraphCache:
         if any(size > relevance.ONE_GROUP for size in sizes):
             return None
         try:
-            return Capture(leaf, inputs, widths, program)
+            with no_garbage_collection():
+                return Capture(leaf, inputs, widths, program)
         except RuntimeError:  # an objective that synchronises cannot be captured
             forget_failed_capture(leaf.device)
             return None

@@ -5,16 +5,14 @@ forward pass without gradients, and the pass that repeats it and goes back. Back
 gradients of the parameters, so a chunk costs the host a few launches; those of a batch in one chunk are what its graph writes.
 """
 
-import contextlib
-import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from rankgrad._device import autocast_disabled, forget_failed_capture
+from rankgrad._device import autocast_disabled, forget_failed_capture, no_garbage_collection
 from rankgrad.train.errors import is_out_of_memory
 from rankgrad.train.snapshot import BufferSnapshot
 
@@ -137,7 +135,7 @@ class GraphedModel:
 
     def _try_to_record(self, chunk: Tensor, kept: int, others: bool, mode: str) -> str | None:
         try:
-            with _no_garbage_collection():
+            with no_garbage_collection():
                 self._record(chunk, kept, others, self.make_recorder(chunk.device, mode))
         except (RuntimeError, AssertionError) as error:
             self.release()
@@ -290,16 +288,3 @@ def _first_error(error: BaseException) -> BaseException:
     while error.__context__ is not None:
         error = error.__context__
     return error
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Garbage that holds events or graphs must not be collected during a capture, which it would end."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
