@@ -1,4 +1,4 @@
-"""Lower bounds of a loss of a batch against itself on a CPU, in plain torch: the results mean nothing.
+"""Lower bounds of a loss of a batch against itself on a CPU, with rankgrad's matrix products: the results mean nothing.
 
 products    a score of each pair once and one product with the gradient of all scores, 3 N^2 d operations
 operators   these, and the operators that sigmoid ranks and their gradient take, on tiles that stay in the cache; relevance,
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.baselines.chunked import Formulation
+from rankgrad.ops.cpu_products import add_product_, dot_products
 
 SIDE = 512
 
@@ -58,16 +59,16 @@ class _Floor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, embeddings: Tensor, relevant: int, count: Operators, gradient: Operators) -> Tensor:
         side = min(SIDE, len(embeddings))
-        tiles, product = _Tiles(embeddings.new_ones(side, side), relevant), embeddings.new_empty(side, side)
+        tiles, memory = _Tiles(embeddings.new_ones(side, side), relevant), embeddings.new_empty(side, side)
         blocks = embeddings.split(SIDE)
         for i, rows in enumerate(blocks):
             for z in range(i, len(blocks)):
-                torch.mm(rows, blocks[z].t(), out=product[: len(rows), : len(blocks[z])])
+                scores = dot_products(rows, blocks[z], out=memory[: len(rows), : len(blocks[z])])
                 for _ in range(1 if z == i else 2):  # its rows are queries, and its columns
                     count(tiles)
         ctx.save_for_backward(embeddings)
         ctx.tiles, ctx.operators = tiles, gradient
-        return product.sum()
+        return scores.sum()
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
@@ -77,7 +78,7 @@ class _Floor(torch.autograd.Function):
         for rows, into in zip(blocks, gradient.split(SIDE), strict=True):
             for columns in blocks:
                 ctx.operators(tiles)
-                into.addmm_(tiles.tile[: len(rows), : len(columns)], columns)
+                add_product_(into, tiles.tile[: len(rows), : len(columns)], columns)
         return gradient, None, None, None
 
 

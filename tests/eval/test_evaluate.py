@@ -224,6 +224,7 @@ def test_a_stop_in_the_middle_leaves_the_threads_as_they_were(threads):
         assert torch.get_num_threads() == 3
 
 
+@pytest.mark.usefixtures("ties_in_the_interpreter")
 @pytest.mark.parametrize("scale", [1e30, 1e-30])
 def test_norms_that_overflow_or_underflow_change_nothing(scale):
     embeddings, labels = ragged(300)

@@ -306,7 +306,10 @@ def test_parts_of_the_queries_sum_up():
 
 
 def test_multi_label_items_take_at_most_twice_the_memory_of_classes():
-    """4,096 items of 64 dimensions with about ten relevant ones each; a dense matrix of relevance took 457 MB."""
+    """4,096 items of 64 dimensions with about ten relevant ones each; a dense matrix of relevance took 457 MB.
+
+    These take 56 MB, and 62 where products are made by oneDNN.
+    """
     taken = in_child(bytes_taken, 4096)
     assert taken["pairs"] <= 2 * taken["labels"], taken
-    assert taken["pairs"] < 60e6, taken
+    assert taken["pairs"] < 70e6, taken

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import rankgrad as rg
+from rankgrad._dry_run import launch_instead
 from rankgrad.ops import relevance
 from rankgrad.ops.autograd import RankCall, rank_losses
-from rankgrad.ops.dry_run import launch_instead
 from rankgrad.ops.labels import IntervalRelevance, Labels
 from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
 
@@ -186,6 +186,7 @@ def test_few_queries_with_many_positives_do_not_cut_all_rows_into_tiles():
     assert made[0] == slice(0, 384)
 
 
+@pytest.mark.usefixtures("ties_in_the_interpreter")
 @pytest.mark.parametrize(("precision", "descriptors"), [("fast", False), ("high", False), ("high", True)])
 def test_a_score_is_the_same_to_the_last_bit_whichever_of_its_items_is_the_query(precision, descriptors, monkeypatch):
     if not descriptors:
@@ -255,6 +256,7 @@ def test_fast_errs_no_more_than_twice_as_much_as_float16_scores_in_torch(ranker)
     assert error(fused[1], exact[1]) > 1e-6  # it is not the other precision
 
 
+@pytest.mark.usefixtures("ties_in_the_interpreter")
 @pytest.mark.parametrize("precision", ["fast", "high"])
 def test_equal_embeddings_tie_whatever_their_length(precision):
     """Where positives and tiles are rounded in two ways, a tie of large scores in units of a small tau is none."""

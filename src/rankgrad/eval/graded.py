@@ -13,6 +13,7 @@ from torch import Tensor
 from rankgrad.eval.embedding_blocks import EmbeddingRows, Index, row_tile
 from rankgrad.eval.nearest import ordered_bits
 from rankgrad.eval.rank_counts import ProgressCounter
+from rankgrad.ops.cpu_products import dot_products
 from rankgrad.ops.tile_layout import split, tile_side
 
 # Scores sorted at once: about 1/2 GiB with their keys and the sort's own copies.
@@ -44,7 +45,7 @@ def graded_ndcg(
         query = chosen[chunk]
         rows = queries.padded(query, height)
         scores = torch.cat(
-            [rows @ tile.t() for block in gallery.blocks(side) for tile in gallery.padded(block, side).split(side)],
+            [dot_products(rows, tile) for block in gallery.blocks(side) for tile in gallery.padded(block, side).split(side)],
             dim=1,
         )[: len(query), : len(gallery)]
         few = max(SORTED_NUMBERS // len(gallery), 1)

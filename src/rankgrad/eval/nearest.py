@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rankgrad._checks import check_count
 from rankgrad.eval.embedding_blocks import Array, EmbeddingRows, Index, exact_products, row_tile
+from rankgrad.ops.cpu_products import dot_products
 from rankgrad.ops.tile_layout import split, tile_side
 
 # Tiles searched at once and the limit of their scores: one top-k over many tiles is cheaper than one for each.
@@ -79,7 +80,7 @@ def nearest(
         for i, chunk in enumerate(chunks):
             for first in range(0, len(candidates), span):
                 columns = candidates[first : first + span]
-                scores = torch.cat([tiles[i] @ tile.t() for tile in columns.split(side)], dim=1)
+                scores = torch.cat([dot_products(tiles[i], tile) for tile in columns.split(side)], dim=1)
                 begin = block.start + first
                 hide_self(scores, self_index[chunk], begin)
                 keys = sort_keys(scores, begin)[:, : block.stop - begin]

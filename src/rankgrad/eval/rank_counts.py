@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rankgrad.eval.embedding_blocks import EmbeddingRows, Index, row_tile
 from rankgrad.eval.relevant_pairs import RelevantPairs, SameLabelPairs
+from rankgrad.ops.cpu_products import dot_products
 from rankgrad.ops.exact_counts import exact_counts
 from rankgrad.ops.labels import IntervalRelevance, Labels
 from rankgrad.ops.thresholds import BUCKETS_EACH, FEW_THRESHOLDS, MOST_BUCKETS, Thresholds
@@ -158,7 +159,7 @@ class _SymmetricTiles:
         height, width = _length(self.chunks[i]), _length(self.chunks[z])
         by_row, by_column = self.positives.get(i), self.positives.get(z) if transposed else None
         if by_row or by_column:
-            scores = torch.mm(self.tiles[i], self.tiles[z].t(), out=self.workers.scratch)
+            scores = dot_products(self.tiles[i], self.tiles[z], out=self.workers.scratch)
             most, first, last = self.bands[i]
             if self.chunks[z].start < last and self.chunks[z].stop > first:
                 self.lists.hide_(scores[:height, :width], self.chunks[i], self.chunks[z], most)
@@ -187,10 +188,10 @@ def _positive_scores(
     columns, valid = torch.nn.functional.pad(columns, short), torch.nn.functional.pad(valid, short)
     scores = scratch.new_full(columns.shape, torch.inf)
     for z in range(first // side, -(-last // side)):
-        torch.mm(tiles[chunk], tiles[z].t(), out=scratch)
+        tile = dot_products(tiles[chunk], tiles[z], out=scratch)
         here = valid & (columns >= z * side) & (columns < (z + 1) * side)
         at = (columns - z * side).clamp(0, side - 1)
-        scores = torch.where(here, scratch.gather(1, at), scores)
+        scores = torch.where(here, tile.gather(1, at), scores)
     return scores, valid
 
 
@@ -260,16 +261,16 @@ class _QueryChunk:
         scores = scratch.new_full((height, int(num_relevant.max())), torch.inf)
         by_column = np.argsort(column, kind="stable")
         for block in split(len(columns), side):
-            torch.mm(self.rows, gallery.padded(columns[block], side).t(), out=scratch)
+            tile = dot_products(self.rows, gallery.padded(columns[block], side), out=scratch)
             edges = np.searchsorted(column[by_column], (block.start, block.stop))
             pairs = by_column[edges[0] : edges[1]]
             r, at, s = (torch.from_numpy(values[pairs]).to(scratch.device) for values in (row, column - block.start, step))
-            scores[r, s] = scratch[r, at]
+            scores[r, s] = tile[r, at]
         valid = np.arange(scores.shape[1]) < np.pad(num_relevant, (0, height - len(num_relevant)))[:, None]
         return scores, torch.from_numpy(valid).to(scratch.device)
 
     def count(self, candidates: Tensor, columns: slice, scratch: Tensor) -> None:
-        tile = torch.mm(self.rows, candidates.t(), out=scratch)
+        tile = dot_products(self.rows, candidates, out=scratch)
         first, last = np.searchsorted(self.hidden, (columns.start, columns.stop))
         if first < last:
             tile[self.hidden_row[first:last], self.hidden_at[first:last] - columns.start] = -torch.inf

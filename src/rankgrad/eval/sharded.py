@@ -28,6 +28,7 @@ from rankgrad.eval.protocols import PROTOCOLS, type_of
 from rankgrad.eval.rank_counts import PositiveCounts, ProgressCounter, groups_within, pair_bytes
 from rankgrad.eval.relevant_pairs import SameLabelPairs
 from rankgrad.eval.result import Result
+from rankgrad.ops.cpu_products import dot_products
 from rankgrad.ops.tile_layout import split, tile_side
 
 CALLER = "evaluate_sharded"
@@ -291,7 +292,7 @@ class _ShardQueryChunk:
             self.positives.add(tile)
 
     def _tile(self, candidates: Tensor) -> Tensor:
-        return self.rows @ torch.nn.functional.pad(candidates, (0, 0, 0, self.of.side - len(candidates))).t()
+        return dot_products(self.rows, torch.nn.functional.pad(candidates, (0, 0, 0, self.of.side - len(candidates))))
 
     def columns(self) -> dict[str, NDArray[Any]]:
         counted = self.positives.rank_counts(self.query)

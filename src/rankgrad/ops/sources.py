@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rankgrad.ops.autograd import PositiveScores
+from rankgrad.ops.cpu_products import dot_products, product
 from rankgrad.ops.masks import MaskRelevance
 from rankgrad.ops.pair_relevance import PairRelevance
 from rankgrad.ops.rankers import Ranker
@@ -65,7 +66,7 @@ class EmbeddingScores(TiledSource):
         columns, valid = self.relevance.positives(rows, self.layout.extents[block][0])
         queries = self.queries.read(rows)
         if self._is_own(block):
-            self.own_scores[block] = queries @ queries.t()
+            self.own_scores[block] = dot_products(queries, queries)
             scores = self.own_scores[block].gather(1, _at(columns, rows))
         else:
             scores = self._scores_of(columns, rows, queries, self.layout.positive_blocks[block])
@@ -91,8 +92,8 @@ class EmbeddingScores(TiledSource):
             local = _within(rows, of_block.rows)
             products = queries.new_empty(length(local), of_block.width)
             for some, interval in of_block.parts:
-                candidates, out = self.candidates.read(interval), products[_within(of_block.rows, some)]
-                torch.mm(queries[_within(rows, some)], candidates.t(), out=out[:, : len(candidates)])
+                candidates, into = self.candidates.read(interval), products[_within(of_block.rows, some)]
+                into[:, : len(candidates)] = dot_products(queries[_within(rows, some)], candidates)
             offsets, inside = of_block.offsets(columns[local])
             found = products.gather(1, offsets)
             scores[local] = found if inside is None else torch.where(inside, found, scores[local])
@@ -113,7 +114,7 @@ class EmbeddingScores(TiledSource):
         tile_map, compared = self.tile_map(blocks)
         made: list[Tensor] = []
 
-        def product() -> Tensor:  # made at most once, and not at all where the tiles are kept
+        def unhidden() -> Tensor:  # made at most once, and not at all where the tiles are kept
             if not made:
                 made.append(self._product(i, z, queries, candidates))
             return made[0]
@@ -121,8 +122,8 @@ class EmbeddingScores(TiledSource):
         transposed = None
         if self.symmetric and i != z and not self.relevance.symmetric:  # hides other scores
             copy = partial(torch.clone, memory_format=torch.contiguous_format)
-            transposed = self._tile(keys[1], tile_map, lambda: self._hide(copy(product().t()), z, columns, rows))
-        scores = self._tile(keys[0], tile_map, lambda: self._hide(product(), i, rows, columns))
+            transposed = self._tile(keys[1], tile_map, lambda: self._hide(copy(unhidden().t()), z, columns, rows))
+        scores = self._tile(keys[0], tile_map, lambda: self._hide(unhidden(), i, rows, columns))
         both = scores, scores.t() if transposed is None else transposed
         tiles = [Tile(*tile) for tile in zip(both, blocks, keys, compared, strict=False)]
         return TilePair(tiles, rows, columns, transposed is None, queries, candidates)
@@ -130,8 +131,8 @@ class EmbeddingScores(TiledSource):
     def _product(self, i: int, z: int, queries: Tensor, candidates: Tensor) -> Tensor:
         if i == z and i in self.own_scores:
             return self.own_scores.pop(i)
-        shape = len(queries), len(candidates)
-        return torch.mm(queries, candidates.t(), out=self.memory.empty("scores", shape, self.dtype, queries.device))
+        out = self.memory.empty("scores", (len(queries), len(candidates)), self.dtype, queries.device)
+        return dot_products(queries, candidates, out=out)
 
     def _blocks(self, i: int, z: int) -> list[int]:
         """Row blocks of the queries of a tile and, where its columns are queries too, of its transpose."""
@@ -234,7 +235,7 @@ class OneTileScores:
         self.queries, self.candidates, self.relevance = queries, queries if candidates is None else candidates, relevance
         self.symmetric = candidates is None
         self.row_blocks = [slice(0, len(queries))]
-        self.scores = queries @ self.candidates.t()
+        self.scores = dot_products(queries, self.candidates, alone=True)
         self.tile = self.scores.masked_fill(relevance.hidden, -torch.inf)
 
     def positives(self, block: int) -> PositiveScores:
@@ -268,8 +269,8 @@ class OneTileScores:
             self.d_scores.scatter_add_(1, r.columns, given if r.valid is None else given.masked_fill(~r.valid, 0))
         )
         if self.symmetric:
-            return ((d_scores + d_scores.t()) @ self.queries,)
-        return d_scores @ self.candidates, d_scores.t() @ self.queries
+            return (product(d_scores + d_scores.t(), self.queries),)
+        return product(d_scores, self.candidates), product(d_scores.t(), self.queries)
 
 
 class GivenScores(TiledSource):

@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rankgrad.ops.cpu_products import add_product_, product
 from rankgrad.ops.relevance import inverse_order
 
 
@@ -47,7 +48,7 @@ class DenseRows:
         self.gradient[rows] += gradient
 
     def add_product_grad(self, rows: slice, left: Tensor, right: Tensor) -> None:
-        self.gradient[rows].addmm_(left, right)
+        add_product_(self.gradient[rows], left, right)
 
     def base_grad(self) -> Tensor:
         return self.gradient.index_select(0, inverse_order(self.order))
@@ -73,7 +74,7 @@ class MixedRows:
         self.gradient.index_put_((self.second[rows],), gradient * (1 - self.alpha[rows]), accumulate=True)
 
     def add_product_grad(self, rows: slice, left: Tensor, right: Tensor) -> None:
-        self.add_grad(rows, left @ right)
+        self.add_grad(rows, product(left, right))
 
     def base_grad(self) -> Tensor:
         return self.gradient
