@@ -14,7 +14,7 @@ import torch
 from data.sample_images import image_of, picture, table_of
 from PIL import Image
 
-from rankgrad.data import decode_processes, image_cache, image_files
+from rankgrad.data import decode_processes, image_cache, image_files, worker_process
 from rankgrad.data.decode_processes import DecodeProcesses, close_gaps, places_of
 from rankgrad.data.image_cache import open_images
 from rankgrad.data.image_files import ImageDecoder, UnreadableImageError
@@ -89,6 +89,61 @@ def test_a_process_that_is_ended_is_a_sentence(many, folder, tmp_path, monkeypat
     assert not list((tmp_path / "cache").iterdir())
 
 
+@pytest.mark.parametrize("victim", ["busy", "idle"])
+def test_the_other_processes_end_with_the_first(folder, tmp_path, victim):
+    (tmp_path / "busy").mkdir()
+    code = (
+        "import os, signal, sys, threading, time, numpy as np; from multiprocessing import active_children\n"
+        "from pathlib import Path; from rankgrad.data.table import Table\n"
+        "from rankgrad.data import decode_processes; from rankgrad.data.image_cache import open_images\n"
+        "from rankgrad.data.image_files import ImageDecoder\n"
+        "root, cache, busy = map(Path, sys.argv[1:4])\n"
+        "decode_processes.LEAST_IMAGES, decode_processes.IMAGES_AT_ONCE = 1, 2\n"
+        "def planes(decoder, row): (busy / str(os.getpid())).touch(); time.sleep(600)\n"
+        "ImageDecoder.planes = planes\n"
+        "def kill():\n"
+        "    while len(list(busy.iterdir())) < 3: time.sleep(0.05)\n"
+        "    at_work = {int(path.name) for path in busy.iterdir()}\n"
+        "    idle = {child.pid for child in active_children()} - at_work\n"
+        "    os.kill(min(at_work if sys.argv[4] == 'busy' else idle), signal.SIGKILL)\n"
+        "threading.Thread(target=kill, daemon=True).start()\n"
+        "table = Table('fake/train', root, tuple(f'{i}.png' for i in range(6)), np.arange(6))\n"
+        "try: open_images(table, side=24, cache=cache, square=False, workers=4, progress=False)\n"
+        "except ChildProcessError as error: print(len(active_children()), 'left:', error)"
+    )
+    run = [sys.executable, "-c", code, *map(str, (folder.root, tmp_path / "cache", tmp_path / "busy")), victim]
+    said = subprocess.run(run, check=True, capture_output=True, text=True, timeout=30).stdout
+    assert said.startswith("0 left: a process that decodes fake/train has ended")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_an_interrupt_while_processes_start_ends_all_of_them(folder, tmp_path):
+    code = (
+        "import os, signal, sys, threading, time, numpy as np; from multiprocessing import active_children\n"
+        "from pathlib import Path; from rankgrad.data.table import Table\n"
+        "from rankgrad.data import decode_processes; from rankgrad.data.image_cache import open_images\n"
+        "root, cache = map(Path, sys.argv[1:])\n"
+        "decode_processes.LEAST_IMAGES = 1\n"
+        "forked = threading.Event()\n"
+        "os.register_at_fork(after_in_parent=lambda: (forked.set(), time.sleep(0.1)), after_in_child=lambda: time.sleep(0.5))\n"
+        "def interrupt():\n"
+        "    forked.wait()\n"
+        "    os.killpg(0, signal.SIGINT)\n"
+        # with the mask of a thread that waits, or this one would take the signal of the process
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})\n"
+        "threading.Thread(target=interrupt, daemon=True).start()\n"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})\n"
+        "table = Table('fake/train', root, tuple(f'{i}.png' for i in range(6)), np.arange(6))\n"
+        "try: open_images(table, side=24, cache=cache, square=False, workers=4, progress=False)\n"
+        "except KeyboardInterrupt: print(len(active_children()), 'left')"
+    )
+    run = [sys.executable, "-c", code, str(folder.root), str(tmp_path / "cache")]
+    # threads of a numerical library would take the signal, too
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    ended = subprocess.run(run, check=True, capture_output=True, text=True, timeout=30, start_new_session=True, env=one_thread)
+    assert (ended.stdout, ended.stderr) == ("0 left\n", "")
+
+
 def test_a_file_that_changes_meanwhile_is_named(many, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(ImageDecoder, "planes", lambda decoder, row: np.zeros((3, 24, 5), np.uint8))
     with pytest.raises(UnreadableImageError, match=r"0\.png has changed since its header was read"):
@@ -125,8 +180,7 @@ def test_processes_end_with_their_parent(folder, tmp_path):
     ) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
-        parent.kill()
-        parent.wait()  # until then its number is taken
+        parent.kill()  # its number stays taken, since nothing has asked yet how it ended
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             try:
@@ -134,7 +188,20 @@ def test_processes_end_with_their_parent(folder, tmp_path):
             except ProcessLookupError:
                 return
             time.sleep(0.1)
+        os.kill(worker, signal.SIGKILL)
         pytest.fail("a worker outlived its parent")
+
+
+def test_a_worker_of_a_fork_server_lives_while_it_is_needed():
+    worker = multiprocessing.get_context("forkserver").Process(target=worker_for_three_checks)
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 0
+
+
+def worker_for_three_checks():
+    worker_process.init_worker()
+    time.sleep(3 * worker_process.PARENT_CHECK)
 
 
 def test_threads_where_there_are_few_images_or_few_cores_or_no_children(many, folder, monkeypatch):

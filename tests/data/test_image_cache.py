@@ -80,6 +80,57 @@ def test_what_decides_the_pixels_decides_the_file(folder, tmp_path, change):
     assert torch.equal(images.flat, fresh.flat)
 
 
+def folder_of(root, value):
+    """Files that differ in their content only, as those that are unpacked from an archive without dates."""
+    root.mkdir()
+    for row in range(100):
+        Image.new("RGB", (32, 32), (value, row, 0)).save(root / f"{row}.bmp")
+        os.utime(root / f"{row}.bmp", (315532800, 315532800))
+    return table_of(root, [f"{row}.bmp" for row in range(100)])
+
+
+def test_files_that_differ_in_their_content_only_are_not_mistaken(tmp_path):
+    for value in (10, 200):
+        images, _ = open_images(folder_of(tmp_path / str(value), value), side=32, cache=tmp_path / "cache", square=False)
+        assert int(images.flat[0]) == value
+
+
+def test_a_folder_that_was_moved_needs_no_decoding_and_few_files_are_opened(tmp_path, monkeypatch):
+    table = folder_of(tmp_path / "images", 10)
+    images, _ = open_images(table, side=32, cache=tmp_path / "cache", square=False)
+    moved = table_of(table.root.rename(tmp_path / "moved"), table.paths)
+    monkeypatch.setattr(image_files.ImageDecoder, "planes", None)
+    looked_at, checksum = [], image_cache._spot_checksum
+    monkeypatch.setattr(image_cache, "_spot_checksum", lambda path, **how: looked_at.append(path) or checksum(path, **how))
+    again, _ = open_images(moved, side=32, cache=tmp_path / "cache", square=False)
+    assert torch.equal(again.flat, images.flat)
+    assert len([path for path in looked_at if path.suffix == ".bmp"]) == 32
+
+
+def test_a_named_pipe_among_the_files_does_not_block(folder, tmp_path):
+    folder.file(0).unlink()
+    os.mkfifo(folder.file(0))
+    with pytest.warns(UserWarning, match=r"skipped 1 of 6 images that cannot be read:\n  .*0\.png is not a file"):
+        open_images(folder, side=24, cache=tmp_path / "cache", square=False, skip_bad=True)
+
+
+@pytest.mark.parametrize("skip_bad", [True, False])
+def test_what_was_skipped_is_tried_again(folder, tmp_path, monkeypatch, skip_bad):
+    settings = {"side": 24, "cache": tmp_path / "cache", "square": False}
+    Image.fromarray(picture(200, 200)).save(folder.file(5))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)  # twice as many are an error
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"skipped 1 of 6 images that cannot be read:\n  .*5\.png is suspiciously large"):
+            _, table = open_images(folder, **settings, skip_bad=True)
+        assert len(table) == 5
+        monkeypatch.setattr(image_files.ImageDecoder, "planes", None)  # nothing is decoded as long as nothing has changed
+    monkeypatch.undo()
+    images, table = open_images(folder, **settings, skip_bad=skip_bad)
+    assert table is folder
+    assert torch.equal(images.flat, open_images(folder, **{**settings, "cache": None})[0].flat)
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
 def damage(path, how):
     data, head = path.read_bytes(), path.with_suffix(".npz")
     if how == "cut":

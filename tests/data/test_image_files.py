@@ -10,7 +10,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from rankgrad.data.image_cache import open_images
-from rankgrad.data.image_files import UnreadableImageError, map_images
+from rankgrad.data.image_files import ImageDecoder, UnreadableImageError, map_images, resized_rgb
 
 BAD = {
     "truncated.jpg": "cannot be read: .*truncated",
@@ -113,15 +113,18 @@ def test_every_kind_of_image_becomes_rgb(folder):
         assert difference.max() <= (1 if name == "cmyk.tif" else 0), name
 
 
+@pytest.mark.parametrize("name", ["turned.png", "turned.tif", "packed.tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_images_stand_upright_after_their_box_is_cut(folder, orientation):
+def test_images_stand_upright_after_their_box_is_cut(folder, orientation, name):
     colours = picture(40, 60, 3)
     exif = Image.Exif()
     exif[0x0112] = orientation
-    Image.fromarray(colours).save(folder.root / "turned.png", exif=exif)
+    # Pillow turns a TIFF itself, by one function for plain pixels and by another for packed ones
+    Image.fromarray(colours).save(folder.root / name, exif=exif, compression="tiff_lzw" if name == "packed.tif" else None)
     boxes = np.array([[np.nan] * 4, [5.0, 10.4, 41.0, 39.6]])
-    table = table_of(folder.root, ["turned.png", "turned.png"], boxes=boxes)
+    table = table_of(folder.root, [name, name], boxes=boxes)
     images, _ = open_images(table, side=30, cache=None, square=False)
+    assert [ImageDecoder(table, 30, square=False).shape(row) for row in range(2)] == list(map(tuple, images.shapes.tolist()))
 
     def upright(array):
         tagged = Image.fromarray(array)
@@ -132,6 +135,19 @@ def test_images_stand_upright_after_their_box_is_cut(folder, orientation):
 
     assert torch.equal(image_of(images, 0), upright(colours))
     assert torch.equal(image_of(images, 1), upright(colours[10:40, 5:41]))
+
+
+@pytest.mark.parametrize("said_at_once", [True, False], ids=["at once", "when loaded"])
+def test_a_turned_tiff_has_one_shape_whenever_pillow_says_it(tmp_path, said_at_once):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(picture(40, 60)).save(tmp_path / "turned.tif", exif=exif)
+    wanted = Image.fromarray(picture(40, 60)).transpose(Image.Transpose.ROTATE_270)
+    with Image.open(tmp_path / "turned.tif") as image:
+        image._size = (40, 60) if said_at_once else (60, 40)  # as versions of Pillow differ
+        assert np.array_equal(resized_rgb(image, side=40, square=False), wanted)
+        # loaded now
+        assert np.array_equal(resized_rgb(image, side=40, square=False), wanted)
 
 
 def test_a_box_outside_its_image_is_an_error(folder):

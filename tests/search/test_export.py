@@ -108,6 +108,7 @@ def photographs(folder: Path) -> list[Path]:
         exif = Image.Exif()
         exif[0x0112] = 2 + number
         made.append((image, f"{number}.jpg", {"exif": exif, "quality": 95}))
+        made.append((image, f"{number}.tif", {"exif": exif}))
     image = made[0][0]
     made += [
         (image.convert("L"), "grey.png", {}),

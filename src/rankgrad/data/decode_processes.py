@@ -6,6 +6,7 @@ longer than the work that is done without it.
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -32,6 +33,8 @@ T = TypeVar("T")
 LEAST_PROCESSES, LEAST_IMAGES = 4, 1000
 # images that a process decodes, and headers that it reads, before it asks for more
 IMAGES_AT_ONCE, HEADERS_AT_ONCE = 32, 256
+# signals that end a process
+ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def places_of(shapes: Sequence[Measured]) -> list[Place]:
@@ -78,6 +81,7 @@ class DecodeProcesses:
             return
         pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), initializer=_begin, initargs=(decoder,))
         try:
+            _start(pool)
             yield cls(decoder, pool, processes)
         finally:
             pool.shutdown(cancel_futures=True)
@@ -99,10 +103,37 @@ class DecodeProcesses:
         try:
             yield from zip(items, self.pool.map(function, items, chunksize=at_once), strict=True)
         except BrokenProcessPool as error:
+            _end_all(self.pool)
             raise ChildProcessError(
                 f"a process that decodes {self.decoder.table.name} has ended, most likely because the memory is full; "
                 f"decode with fewer than {self.processes} (--workers)"
             ) from error
+
+
+def _start(pool: ProcessPoolExecutor) -> None:
+    """Fork all processes of a pool, and let signals wait meanwhile.
+
+    A process that is interrupted before it ignores signals takes the pool with it, and a pool that is interrupted before it has
+    all its processes forgets those it has, which then keep this process from ending.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        pool.submit(os.getpid)  # the first task starts them
+    except BaseException:  # of a signal, too, which another thread of this process may have taken
+        _end_all(pool)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_all(pool: ProcessPoolExecutor) -> None:
+    """End the other processes of a pool that has lost one, as `kill_workers` of Python 3.14 does.
+
+    The pool asks them to end and then waits for them without limit, but workers ignore that signal, and those that wait for a
+    lock which the lost one held would never end. They write to a temporary file only, so nothing of worth is cut short.
+    """
+    for process in list(pool._processes.values()):  # noqa: SLF001
+        process.kill()
 
 
 class _Worker:
@@ -113,6 +144,7 @@ class _Worker:
 
 def _begin(decoder: ImageDecoder) -> None:
     init_worker()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     _Worker.decoder = decoder
 
 

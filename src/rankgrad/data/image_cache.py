@@ -3,6 +3,7 @@
 import hashlib
 import re
 import shutil
+import stat
 import warnings
 import zipfile
 import zlib
@@ -26,7 +27,9 @@ from rankgrad.data.prefetch import with_progress
 from rankgrad.data.table import Table
 
 # part of a cache file's name; raise it when the same table and settings would give other bytes
-FORMAT = 1
+FORMAT = 2
+# files of a table whose content is looked at, besides the names, sizes and dates of all
+LOOKED_AT = 32
 
 
 def open_images(
@@ -45,10 +48,11 @@ def open_images(
         table: files or pixels; see `rankgrad.data.image_files` for what is done to them.
         side: length of the short side.
         cache: folder for the decoded bytes, which are then mapped and shared by all processes; None keeps them in memory.
-            The name of a cache file is a digest of the list of files, their sizes and dates, and these settings, so a change
-            makes a new file; old ones may be deleted.
+            The name of a cache file is a digest of the list of files, their sizes and dates, some bytes of a few of them, and
+            these settings, so a change makes a new file; old ones may be deleted.
         square: resize to side x side, whatever the aspect ratio.
-        skip_bad: skip images that cannot be read, with a warning that lists them; otherwise they are an error.
+        skip_bad: skip images that cannot be read, with a warning that lists them; otherwise they are an error. Those that an
+            earlier call skipped are tried again.
         progress: show progress on standard error.
         workers: threads that decode, or processes, which are faster with many cores and images, where they are decoded to a
             cache folder; by default one per core, 16 at most.
@@ -64,6 +68,8 @@ def open_images(
     else:
         path = cache / f"images-{_slug(table.name)}-{side}px{'-square' if square else ''}-{_fingerprint(decoder)}.u8"
         found = _mapped(path)
+        if found is not None and _any_readable_now(decoder, found[1], workers):
+            found = None
         opened = _decode_to_file(decoder, path, skip_bad, progress, workers) if found is None else found
     images, rows = opened
     if images.skipped:
@@ -169,6 +175,15 @@ def _mapped(path: Path) -> tuple[ImageBuffer, NDArray[np.int64]] | None:
         return None
 
 
+def _any_readable_now(decoder: ImageDecoder, rows: NDArray[np.int64], workers: int | None) -> bool:
+    """Whether one of the images that are not in the cache can be read by now.
+
+    A limit may have been raised, a permission given or a disk mended since, and none of these changes the file.
+    """
+    skipped = np.setdiff1d(np.arange(len(decoder.table)), rows).tolist()
+    return any(not isinstance(result, UnreadableImageError) for _, result in map_images(decoder.check, skipped, workers))
+
+
 def _spot_checksum(path: Path, count: int = 64, length: int = 4096) -> int:
     """A checksum of blocks all over the file: cheap, and it changes when the file lost pages or was cut."""
     size, checksum = path.stat().st_size, 0
@@ -241,7 +256,11 @@ def _listed(messages: tuple[str, ...], items: int) -> str:
 
 
 def _fingerprint(decoder: ImageDecoder) -> str:
-    """A digest of the files (names, sizes, dates) and of all settings that decide what is made of them."""
+    """A digest of the files (names, sizes, dates, some content) and of all settings that decide what is made of them.
+
+    Not of where they are, so a folder may be moved. Variants of one data set can agree in all names and sizes, and in dates
+    which an archive has set to one day, so a few files are looked at.
+    """
     table = decoder.table
     digest = hashlib.blake2b(f"{FORMAT} {decoder.side} {decoder.square} {len(table)}".encode(), digest_size=8)
     if table.boxes is not None:
@@ -249,10 +268,14 @@ def _fingerprint(decoder: ImageDecoder) -> str:
     if table.pixels is not None:
         digest.update(str(table.pixels.shape).encode() + np.ascontiguousarray(table.pixels).tobytes())
         return digest.hexdigest()
-    for path in table.paths:
+    looked_at = set(np.linspace(0, len(table) - 1, min(len(table), LOOKED_AT), dtype=int).tolist())
+    for row, path in enumerate(table.paths):
+        file = table.root / path
         try:
-            state = (table.root / path).stat()
+            state = file.stat()
             known = f"{state.st_size} {state.st_mtime_ns}"
+            if row in looked_at and stat.S_ISREG(state.st_mode):  # opening a named pipe would block
+                known += f" {_spot_checksum(file, count=4, length=1024)}"
         except OSError:
             known = "missing"
         digest.update(f"{path}\0{known}\0".encode())

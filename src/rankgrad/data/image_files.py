@@ -187,7 +187,13 @@ def resized_rgb(image: "Image.Image", *, side: int, square: bool, box: PixelBox 
 
     turn = _turn(image)
     height, width = stored_shape(*_upright_size(image, box), side=side, square=square)
-    rgb = image if box is None else image.crop(box)
+    if box is not None:
+        image = _as_in_file(image).crop(box)
+    elif image.format == "TIFF":
+        # Pillow turns these itself when it loads them, which some versions do only after they have looked at the size to resize
+        image.load()
+        turn = None
+    rgb = image
     if rgb.mode != "RGB":  # Pillow would copy an image that is RGB already
         rgb = to_rgb(rgb)
     if turn is not None:
@@ -238,17 +244,18 @@ def _box_of(table: Table, row: int, image: "Image.Image") -> PixelBox | None:
     if table.boxes is None or np.isnan(table.boxes[row]).any():
         return None
     left, top, right, bottom = (round(float(edge)) for edge in table.boxes[row])
-    box = max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height)
+    width, height = _size_in_file(image)
+    box = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
     if box[0] >= box[2] or box[1] >= box[3]:
         raise UnreadableImageError(
             f"{printable(str(table.root / table.paths[row]))}: the box {(left, top, right, bottom)} lies outside the "
-            f"{image.width} x {image.height} image"
+            f"{width} x {height} image"
         )
     return box
 
 
 def _turn(image: "Image.Image") -> "Image.Transpose | None":
-    """The transposition that makes the image upright."""
+    """The transposition that makes the pixels of the file upright; None for a TIFF that is loaded, and so upright already."""
     from PIL import Image
 
     turns = {
@@ -275,10 +282,30 @@ def _turn(image: "Image.Image") -> "Image.Transpose | None":
     return turns.get(orientation) if isinstance(orientation, int) else None
 
 
+def _size_in_file(image: "Image.Image") -> tuple[int, int]:
+    """Width and height of the pixels as the file holds them; some versions of Pillow say those of the upright TIFF."""
+    from PIL import TiffImagePlugin
+
+    if isinstance(image, TiffImagePlugin.TiffImageFile) and _turn(image) is not None:
+        return image.tag_v2[TiffImagePlugin.IMAGEWIDTH], image.tag_v2[TiffImagePlugin.IMAGELENGTH]
+    return image.size
+
+
+def _as_in_file(image: "Image.Image") -> "Image.Image":
+    """The pixels as the file holds them: turned back where Pillow turns them when it loads them."""
+    from PIL import Image
+
+    turn = _turn(image) if image.format == "TIFF" else None
+    if turn is None:
+        return image
+    back = {Image.Transpose.ROTATE_90: Image.Transpose.ROTATE_270, Image.Transpose.ROTATE_270: Image.Transpose.ROTATE_90}
+    return image.transpose(back.get(turn, turn))  # the others undo themselves
+
+
 def _upright_size(image: "Image.Image", box: PixelBox | None) -> tuple[int, int]:
     """Height and width after the crop and upright."""
     from PIL import Image
 
-    left, top, right, bottom = box or (0, 0, image.width, image.height)
+    left, top, right, bottom = box or (0, 0, *_size_in_file(image))
     sideways = {Image.Transpose.TRANSPOSE, Image.Transpose.ROTATE_270, Image.Transpose.TRANSVERSE, Image.Transpose.ROTATE_90}
     return (right - left, bottom - top) if _turn(image) in sideways else (bottom - top, right - left)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from rankgrad._checks import check_count, check_tensor, shape_of
 from rankgrad._device import available_bytes, triton_obstacle
+from rankgrad._gpu import has_gpu
 from rankgrad.data.image_files import ImageDecoder, map_images, or_raise
 from rankgrad.data.prefetch import with_progress
 from rankgrad.data.table import Table
@@ -189,7 +190,7 @@ class _Span:
 
 
 def _has_kernel(device: torch.device) -> bool:
-    return device.type == "cuda" and triton_obstacle(device) is None
+    return has_gpu(device) and triton_obstacle(device) is None
 
 
 def _runs_copied(flat: Tensor, starts: Tensor, width: int) -> Tensor:

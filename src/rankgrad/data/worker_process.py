@@ -37,9 +37,12 @@ def init_worker(_: int = 0) -> None:
 
 
 def _exit_after(process: int) -> None:
-    """End this process once another one has ended."""
+    """End this process once the one that needs it has ended."""
+    # a killed process keeps its number until its own parent takes note, but its children have another parent at once. Those
+    # that a fork server started for it have never been its children
+    is_child = os.getppid() == process
     with contextlib.suppress(ProcessLookupError):
-        while True:
+        while not is_child or os.getppid() == process:
             os.kill(process, 0)
             time.sleep(PARENT_CHECK)
     os._exit(1)

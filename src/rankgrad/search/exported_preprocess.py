@@ -57,10 +57,10 @@ def preprocess(image: Any, settings: Any = None) -> Any:
 def _rgb(image: Image.Image) -> Image.Image:
     """8-bit RGB, turned upright by the orientation that EXIF notes."""
     exif = Image.Exif()
-    if "exif" in image.info:
+    if image.format == "TIFF":
+        image.load()  # Pillow turns these itself
+    elif "exif" in image.info:
         exif.load(image.info["exif"])
-    elif image.format == "TIFF":
-        exif = image.getexif()
     turn = TURNS.get(exif.get(0x0112, 1))
     if image.mode.startswith("I"):
         # 16-bit grey, which Pillow would clip at 255
