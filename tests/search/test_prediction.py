@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rankgrad import cli
-from rankgrad.search import Gallery, Searcher, folder_of_images
+from rankgrad.search import Gallery, Searcher, folder_of_images, prediction
 from rankgrad.search.prediction import predict_labels
 
 
@@ -36,6 +36,38 @@ def test_the_image_itself_has_no_vote_and_unlabelled_ones_are_skipped():
     assert (found.label, found.nearest) == ("b", 1)
     with pytest.raises(ValueError, match="no image of the gallery has a label"):
         predict_labels(gallery_of([[1, 0]], [""]), np.array([[1.0, 0.0]]))
+
+
+@pytest.mark.parametrize("near", [0.0, 0.01], ids=["anywhere", "those without a label nearest"])
+def test_the_nearest_with_a_label_vote_however_few_they_are(near, monkeypatch):
+    monkeypatch.setattr(prediction, "AT_ONCE", 7)
+    rng = np.random.default_rng(0)
+    labels = ["cat" if row < 5 else "dog" if row < 10 else "" for row in range(200)]
+    queries, vectors = rng.normal(size=(20, 8)), rng.normal(size=(200, 8))
+    if near:
+        vectors[20:] = queries.repeat(9, axis=0) + near * rng.normal(size=(180, 8))
+    itself = [-1] * 10 + list(range(10))
+    found = predict_labels(gallery_of(vectors, labels), queries, 3, exclude=itself)
+    cosines = queries @ vectors.T / np.linalg.norm(queries, axis=1)[:, None] / np.linalg.norm(vectors, axis=1)
+    cosines[range(10, 20), range(10)] = -np.inf
+    for each, row in zip(found, cosines, strict=True):
+        voters = np.argsort(-row[:10])[:3]
+        winner = max(("cat", "dog"), key=[labels[voter] for voter in voters].count)
+        assert (each.label, each.nearest) == (winner, row.argmax())
+        assert each.agreement == pytest.approx([labels[voter] for voter in voters].count(winner) / 3)
+        assert each.score == pytest.approx(max(row[voter] for voter in voters if labels[voter] == winner))
+
+
+def test_the_index_suffices_where_all_or_enough_have_a_label(monkeypatch):
+    searched = []
+    search = Searcher.search
+    monkeypatch.setattr(
+        Searcher, "search", lambda self, *given, **kinds: searched.append(kinds) or search(self, *given, **kinds)
+    )
+    vectors = [[1, 0], [1, 0.1], [1, 0.2], [1, 0.3]]
+    for labels in ("abab", ["a", "", "b", "b"], ["a", "", "", "b"]):
+        predict_labels(gallery_of(vectors, labels), np.array([[1.0, 0.0]]), 9, exclude=[0])
+    assert searched == [{}] * 3
 
 
 def test_predict_writes_a_label_for_each_image(run_folder, data, searcher, gallery, tmp_path, capsys):

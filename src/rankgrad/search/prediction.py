@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from rankgrad._checks import check_count
 from rankgrad.search.searcher import Searcher
 
-# neighbours asked for so that enough with a label are among them, where some have none
+# neighbours asked for so that enough with a label are mostly among them, where some have none
 UNLABELLED_FACTOR = 4
+# images for which those with a label are searched at once: their scores with a block of the gallery take about 200 MB
+AT_ONCE = 128
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,36 @@ def predict_labels(
     """
     check_count(k, name="k", caller="predict_labels")
     labels = searcher.gallery.images.labels
-    labelled = sum(map(bool, labels))
-    if not labelled:
+    labelled = np.flatnonzero([bool(label) for label in labels])
+    if not len(labelled):
         raise ValueError("predict_labels: no image of the gallery has a label, so there is nothing to predict")
     itself = [-1] * len(embeddings) if exclude is None else exclude
-    wanted = k + 1 if labelled == len(labels) else UNLABELLED_FACTOR * k + 1
-    predictions = []
-    for scores, rows, own in zip(*(part.tolist() for part in searcher.search(embeddings, wanted)), itself, strict=True):
-        ranked = [(score, row) for score, row in zip(scores, rows, strict=True) if row != own]
-        votes = [(score, labels[row]) for score, row in ranked if labels[row]][:k]
-        predictions.append(_elect(votes, ranked[0][1] if ranked else -1))
-    return predictions
+    wanted = k + 1 if len(labelled) == len(labels) else UNLABELLED_FACTOR * k + 1
+    found = _others(searcher.search(embeddings, wanted), itself)
+    voters = [[(score, row) for score, row in ranked if labels[row]][:k] for ranked in found]
+    # where most have no label, or those without are near, too few with one are among those found
+    short = [
+        query
+        for query, own in enumerate(itself)
+        if len(voters[query]) < min(k, len(labelled) - (own >= 0 and bool(labels[own])))
+    ]
+    for first in range(0, len(short), AT_ONCE):
+        part = short[first : first + AT_ONCE]
+        nearest = _others(searcher.search(embeddings[part], k + 1, among=labelled), [itself[query] for query in part])
+        for query, ranked in zip(part, nearest, strict=True):
+            voters[query] = ranked[:k]
+    return [
+        _elect([(score, labels[row]) for score, row in votes], ranked[0][1] if ranked else -1)
+        for votes, ranked in zip(voters, found, strict=True)
+    ]
+
+
+def _others(found: tuple[NDArray[np.float32], NDArray[np.int64]], itself: Sequence[int]) -> list[list[tuple[float, int]]]:
+    """Scores and rows that a search found for each image, best first, without the image itself."""
+    return [
+        [(score, row) for score, row in zip(scores, rows, strict=True) if row != own]
+        for scores, rows, own in zip(*(part.tolist() for part in found), itself, strict=True)
+    ]
 
 
 def _elect(votes: list[tuple[float, str]], nearest: int) -> Prediction:
