@@ -143,3 +143,21 @@ def test_a_run_on_a_list_of_absolute_paths(classes, tmp_path, capsys):
     assert cli.main(command) == 0
     # where they are makes no other result
     assert [path.name for path in (tmp_path / "run" / "eval").iterdir() if path.is_dir()] == ["test"]
+
+
+def test_a_run_finds_the_images_of_its_list_from_any_folder(classes, tmp_path, monkeypatch):
+    listed, run = tmp_path / "list.csv", tmp_path / "run"
+    rows = [f"{path.relative_to(classes)},{path.parent.name}" for path in sorted(classes.rglob("*.png"))]
+    listed.write_text("path,label\n" + "\n".join(rows) + "\n")
+    monkeypatch.chdir(tmp_path)
+    command = ("own-images", "--data-set", "csv", "--data", "list.csv", "--image-root", classes.name, "--debug", "--out", "run")
+    assert train(*command, "--epochs", 1, "--schedule", "constant") == 0
+    assert RunFolder(run).read_recipe(RetrievalRecipe).image_root == str(classes)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli.main(["eval", str(run), "--device", "cpu", "--cache", "none"]) == 0
+    assert train("--resume", run, "--epochs", 2) == 0
+    # a folder that is named again, from here
+    assert train("--resume", run, "--epochs", 3, "--image-root", f"../{classes.name}") == 0
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["eval", str(run), "--device", "cpu", "--cache", "none"]) == 0

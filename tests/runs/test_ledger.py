@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from rankgrad.cli.train_commands import parse_seeds
 from rankgrad.recipes.catalogue import find
 from rankgrad.recipes.studies import STUDIES, studies_of
 from rankgrad.runs import study, sweep, trials
+from rankgrad.runs.data_identity import DataIdentity
 from rankgrad.runs.ledger import (
     Entry,
     Ledger,
@@ -30,7 +32,8 @@ from rankgrad.runs.ledger import (
 from rankgrad.runs.pipeline import TrialResult
 from rankgrad.runs.retrieval_recipe import RetrievalRecipe
 from rankgrad.runs.retrieval_task import RetrievalTask
-from rankgrad.runs.task import RunContext
+from rankgrad.runs.run_folder import RunFolder
+from rankgrad.runs.task import RunContext, TestIdentity
 from rankgrad.train.errors import NotFiniteError, TrainingError
 
 CPU = torch.device("cpu")
@@ -59,22 +62,26 @@ class FakeTraining:
 
 
 class FakeTask:
-    def __init__(self, recipe=RECIPE):
-        self.recipe = recipe
+    def __init__(self, recipe=RECIPE, data="some"):
+        self.recipe, self.data = recipe, data
+        self.context = RunContext(None, CPU)
 
     def with_recipe(self, recipe):
-        return FakeTask(recipe)
+        return FakeTask(recipe, self.data)
 
     def for_selection(self):
-        return FakeTask(replace(self.recipe, validation="half"))
+        return self.with_recipe(replace(self.recipe, validation="half"))
+
+    def data_identity(self):
+        return {split: DataIdentity.of(f"{self.data} {split}", ()) for split in ("train", "test")}
 
     def test_splits(self):
         return ["test"]
 
 
-def run_sweep(folder: Path, training, monkeypatch, **options):
+def run_sweep(folder: Path, training, monkeypatch, *, data="some", **options):
     monkeypatch.setattr(trials, "train_and_evaluate", training)
-    return sweep.run_sweep(FakeTask(), {"lr": (0.1, 0.2, 0.3)}, (0, 1), folder, **options)
+    return sweep.run_sweep(FakeTask(data=data), {"lr": (0.1, 0.2, 0.3)}, (0, 1), folder, **options)
 
 
 def test_validation_classes_choose_and_the_choice_is_tested_once(tmp_path, monkeypatch):
@@ -123,6 +130,82 @@ def test_a_crashed_sweep_goes_on_where_it_was(tmp_path, monkeypatch):
     nothing = FakeTraining()
     assert run_sweep(tmp_path, nothing, monkeypatch).report() == found.report()
     assert nothing.runs == []
+
+
+def test_other_data_is_not_answered_with_results_of_the_first(tmp_path, monkeypatch):
+    run_sweep(tmp_path, FakeTraining(), monkeypatch, data="cars")
+    other = FakeTraining()
+    run_sweep(tmp_path, other, monkeypatch, data="birds")
+    assert len(other.runs) == 8
+    for known in ("cars", "birds"):
+        again = FakeTraining()
+        run_sweep(tmp_path, again, monkeypatch, data=known)
+        assert again.runs == []
+
+
+def test_another_data_set_to_test_on_is_other_data(tmp_path, monkeypatch):
+    class Elsewhere(FakeTask):
+        images = "paris"
+
+        def data_identity(self):
+            return {"train": DataIdentity.of("train", ())}
+
+        def test_identity(self, split):
+            return TestIdentity(f"{self.images} {split}", "protocol")
+
+    ran = []
+    for Elsewhere.images in ("paris", "paris", "oxford"):
+        training = FakeTraining()
+        monkeypatch.setattr(trials, "train_and_evaluate", training)
+        for split in ("validation", "test"):
+            recipe = replace(RECIPE, lr=0.1)
+            trials.Trials(tmp_path, checkpoints="none").run(Elsewhere(recipe), [split], "", group="", label="", changes={})
+        ran.append([splits for *_, splits in training.runs])
+    # nothing was validated on it
+    assert ran == [["validation", "test"], [], ["test"]]
+
+
+def test_entries_of_ledgers_that_do_not_know_their_data_count_on_any(tmp_path, monkeypatch, capsys):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for lr in VALIDATION:
+        for seed in (0, 1):
+            for split, scores, chosen in (("validation", VALIDATION, "half"), ("test", TEST, "none")):
+                recipe = replace(RECIPE, lr=lr, seed=seed, validation=chosen)
+                ledger.add(Entry(key_of(recipe, split), "", "", {}, seed, split, {"R@1": scores[lr], "mAP": 0.1}, 1.0))
+    training = FakeTraining()
+    assert run_sweep(tmp_path, training, monkeypatch).chosen == {"lr": 0.2}
+    assert training.runs == []
+    told = f"note: {ledger.path} has results that were saved without fingerprints of their data"
+    assert told in capsys.readouterr().out
+    # but the folder of a run may know them
+    for data, trained in (("some", 0), ("other", 1)):
+        run = RunFolder(tmp_path / "runs" / "validation-lr=0.1-seed=0")
+        run.path.mkdir(parents=True, exist_ok=True)
+        run.write_data_identity(FakeTask(data=data).data_identity())
+        run_sweep(tmp_path, training, monkeypatch)
+        assert len(training.runs) == trained
+
+
+def test_the_published_ledger_is_read(tmp_path):
+    published = Path(__file__).parents[2] / "benchmarks" / "results" / "cars-nvidia-h200-ledger.jsonl"
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(published.read_bytes())
+    keys = {json.loads(line)["key"] for line in path.read_text().splitlines()}
+    assert len(Ledger(path)) == len(keys) > 0
+
+
+def test_a_real_sweep_on_other_data_is_refused_and_names_it(tree, tmp_path, capsys):
+    command = ["sweep", "--debug", "--grid", "lr=1e-3", "--out", str(tmp_path / "s"), "--device", "cpu", "--cache", "none"]
+    other = Path(shutil.copytree(tree("folder"), tmp_path / "other"))
+    images = sorted(path for path in other.rglob("*") if path.suffix in (".jpg", ".png"))
+    images[0].write_bytes(images[0].read_bytes() + b" ")
+    assert cli.main([*command, "--data", str(tree("folder"))]) == 0
+    capsys.readouterr()
+    assert cli.main([*command, "--data", str(other)]) == 2
+    told = capsys.readouterr().err
+    assert "the data has changed since" in told
+    assert f"images replaced in 1 class ({images[0].parent.name})" in told
+    assert "start a new run in another folder (--out DIR)" in told
 
 
 def test_a_wrong_combination_is_found_before_anything_runs(tmp_path, monkeypatch):

@@ -272,6 +272,45 @@ def test_a_setting_that_older_runs_lack_does_not_keep_them_from_resuming(half):
     assert set(recipe.identity()) <= set(FIRST_SETTINGS), "give the new ones a value in `before_setting`"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("split_seed", "alphabetical"),
+        ("train_side", 64),
+        ("tau_end", 0.5),
+        ("proxy_weight", 0.1),
+        ("proxy_temperature", 0.1),
+        ("rho", 3.0),
+        ("delta", 0.5),
+        ("loss_lr", 2.0),
+        ("label_column", "kind"),
+    ],
+)
+def test_a_change_of_a_setting_that_older_runs_lack_is_refused(half, capsys, name, value):
+    before, flag = (half / "recipe.json").read_text(), f"--{name.replace('_', '-')}"
+    saved = getattr(RunFolder(half).read_recipe(RetrievalRecipe), name)
+    assert train("--resume", half, "--epochs", 2, flag, value) == 2
+    told = capsys.readouterr().err
+    # the command line names settings of two words as flags
+    shown = flag if "_" in name else name
+    assert f"{half} was started differently (" in told
+    assert f"{shown} was {saved!r} and is {value!r}" in told
+    assert (half / "recipe.json").read_text() == before
+
+
+def test_settings_that_the_loop_accepts_do_not_keep_the_data_from_being_checked(half, images, capsys):
+    # as if the run had been resumed with another setting and killed before its first step
+    path = half / "recipe.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "settings": {**content["settings"], "rho": 3.0}}))
+    remove(images)
+    assert train("--resume", half, "--epochs", 2, "--rho", 100) == 2
+    assert f"the data has changed since {half} was started" in capsys.readouterr().err
+    # settings that may be why the data differs are named in its place
+    assert train("--resume", half, "--epochs", 2, "--rho", 100, "--classes", 3) == 2
+    assert "classes was 12 and is 3" in capsys.readouterr().err
+
+
 def test_an_identity_survives_its_file_and_names_few_of_many_classes():
     def identity(classes):
         return DataIdentity.of(str(classes), [(f"c{i}", f"c{i}/{j}.jpg", str(i)) for i in classes for j in range(2)])

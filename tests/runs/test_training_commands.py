@@ -43,6 +43,18 @@ def test_random_weights_have_their_own_default(tmp_path, monkeypatch):
     ]
 
 
+def test_a_killed_worker_outside_of_training_is_one_sentence(tree, tmp_path, monkeypatch, capsys):
+    def killed(*args, **options):
+        raise RuntimeError("DataLoader worker (pid 4021) is killed by signal: Killed. ")
+
+    monkeypatch.setattr("rankgrad.runs.pipeline.start_run", killed)
+    assert train("cub-recall-at-k", "--data", tree("cub"), "--debug", "--out", tmp_path / "run") == 2
+    assert capsys.readouterr().err == (
+        "rankgrad train: a process that loads images has ended (process 4021, killed by signal: Killed), "
+        "most often for lack of memory: use fewer --workers\n"
+    )
+
+
 def test_a_model_that_does_not_fit_in_memory_is_one_sentence(tree, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("rankgrad.runs.pipeline.start_run", lambda *args, **options: torch.empty(10**15))
     assert train("cub-recall-at-k", "--data", tree("cub"), "--debug", "--out", tmp_path / "run") == 2

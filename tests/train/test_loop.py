@@ -18,7 +18,7 @@ from train.tiny_loop import Vectors, batch, held_out, network, remembering
 import rankgrad as rg
 from rankgrad.train import loop
 from rankgrad.train.checkpoints import CheckpointStore
-from rankgrad.train.errors import NotFiniteError, TrainingError
+from rankgrad.train.errors import NotFiniteError, TrainingError, describe_killed_worker, is_killed_worker
 from rankgrad.train.loop import fit
 from rankgrad.train.meters import NaNGuard, StepValues
 from rankgrad.train.settings import TrainSettings
@@ -473,6 +473,39 @@ class TestResuming:
         with pytest.raises(ValueError, match="epochs was 2 and is 3"):
             train(tmp_path, changed(schedule="cosine", epochs=3), resume=True)
 
+    @pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: rg.EmbeddingMemory(loss, 1)])
+    def test_a_temperature_that_would_begin_again_is_another_run(self, tmp_path, wrap):
+        def scheduled(last):
+            return wrap(rg.SmoothAPLoss(0.1, tau_end=last))
+
+        train(tmp_path / "a", loss=scheduled(0.01))
+        with pytest.raises(ValueError, match=r"epochs was 2 and is 3\): .*; to train it for longer, start a new run from its"):
+            train(tmp_path / "a", changed(epochs=3), loss=scheduled(0.01), resume=True)
+        # as long as it was
+        train(tmp_path / "a", loss=scheduled(0.01), resume=True)
+        # without a schedule, or with one that does not change anything
+        for name, last in (("b", None), ("c", 0.1)):
+            train(tmp_path / name, loss=scheduled(last))
+            _, outcome = train(tmp_path / name, changed(epochs=3), loss=scheduled(last), resume=True)
+            assert outcome.step == 15
+
+    def test_a_learned_temperature_does_not_depend_on_the_length(self, tmp_path):
+        train(tmp_path, loss=rg.SmoothAPLoss(0.1, learn_tau=True))
+        _, outcome = train(tmp_path, changed(epochs=3), loss=rg.SmoothAPLoss(0.1, learn_tau=True), resume=True)
+        assert outcome.step == 15
+
+    def test_a_loss_of_ones_own_that_follows_the_progress_is_not_stretched(self, tmp_path):
+        class Following(nn.Module):
+            def set_progress(self, done):
+                self.done = done
+
+            def forward(self, embeddings, labels):
+                return (1 + self.done) * rg.FastAPLoss()(embeddings, labels)
+
+        train(tmp_path, loss=Following())
+        with pytest.raises(ValueError, match="epochs was 2 and is 3"):
+            train(tmp_path, changed(epochs=3), loss=Following(), resume=True)
+
     def test_what_does_not_matter_may_change(self, tmp_path):
         train(tmp_path)
         _, outcome = train(tmp_path, changed(epochs=3, log_every=3, checkpoint_every=4, chunk_size=5, keep=1), resume=True)
@@ -582,6 +615,48 @@ def test_a_loss_that_fails_on_nan_is_explained_by_the_embeddings(tmp_path):
         train(tmp_path, model=NaNWeights(3), loss=strict)
 
 
+class KilledWorker(Vectors):
+    """The process that loads the last batch of the first epoch is killed, as torch's handler of SIGCHLD tells it."""
+
+    message = "DataLoader worker (pid 4021) is killed by signal: Killed. "
+
+    def iterate(self, start):
+        for found in super().iterate(start):
+            if found[0] + 1 == len(self):
+                raise RuntimeError(self.message)
+            yield found
+
+
+def test_a_worker_that_was_killed_is_one_sentence_with_the_way_on(tmp_path):
+    with pytest.raises(
+        TrainingError,
+        match=r"^a process that loads images has ended \(process 4021, killed by signal: Killed\), most often for lack of "
+        r"memory: use fewer --workers\. The run stops; the last checkpoint is .*step-00000003\. Continue with fit",
+    ):
+        train(tmp_path, changed(checkpoint_every=3), batches=KilledWorker())
+    assert "process 4021" in entries(tmp_path, "end")[0]["message"]
+    train(tmp_path, changed(checkpoint_every=3), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("(pid(s) 12, 13) exited unexpectedly", "process 12, 13, exited unexpectedly"),
+        (
+            "(pid 12) exited unexpectedly with exit code 1. Details are lost. ",
+            "process 12, exited unexpectedly with exit code 1",
+        ),
+        ("(pid 12) is killed by signal: Bus error. It is possible that ", "process 12, killed by signal: Bus error"),
+    ],
+)
+def test_whatever_torch_says_of_a_worker(message, told):
+    error = RuntimeError(f"DataLoader worker {message}")
+    assert is_killed_worker(error)
+    assert describe_killed_worker(error).startswith(f"a process that loads images has ended ({told}), most often")
+    assert not is_killed_worker(RuntimeError("Pin memory thread exited unexpectedly"))
+    assert not is_killed_worker(ValueError(str(error)))
+
+
 class CPUShort(Limited):
     """Says so as the CPU's allocator does."""
 
@@ -677,6 +752,24 @@ def test_settings_that_a_later_version_adds_do_not_stand_in_the_way(tmp_path):
     train(tmp_path, identity={"data": "sop", "miner": ""}, resume=True)
     with pytest.raises(ValueError, match="miner was '' and is 'hard'"):
         train(tmp_path, identity={"data": "sop", "miner": "hard"}, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "difference"),
+    [
+        ({}, {"rho": 3.0}, r"rho was 100\.0 and is 3\.0"),
+        ({"rho": 3.0}, {}, r"rho was 3\.0 and is 100\.0"),
+        ({"rho": 3.0}, {"rho": 4.0}, r"rho was 3\.0 and is 4\.0"),
+        ({}, {"columns": ("a", "c")}, r"columns was \['a', 'b'\] and is \['a', 'c'\]"),
+    ],
+)
+def test_a_name_that_an_identity_leaves_out_has_its_default(tmp_path, saved, now, difference):
+    defaults = {"rho": 100.0, "columns": ("a", "b")}
+    train(tmp_path, changed(epochs=1), identity=saved, identity_defaults=defaults)
+    with pytest.raises(ValueError, match=rf"was started differently \({difference}\)"):
+        train(tmp_path, identity=now, identity_defaults=defaults, resume=True)
+    _, outcome = train(tmp_path, identity={**defaults, **saved}, identity_defaults=defaults, resume=True)
+    assert outcome.step == 10
 
 
 def test_a_run_whose_state_was_pickled_is_continued_exactly(tmp_path):

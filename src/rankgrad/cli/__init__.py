@@ -67,7 +67,7 @@ COMMANDS: Mapping[str, Command] = {
     "recipes": Command("show_commands", "recipes", "List the papers' results that can be trained, or show one in full."),
     "check-data": Command("data_commands", "check_data", "Read a data set and report what is there and what is wrong."),
     "plan": Command("train_commands", "plan", "Measure a training step on this machine: time, memory, chunk size."),
-    "compile": Command("train_commands", "compile_ahead", "Compile the kernels of a loss for a GPU that need not be there."),
+    "compile": Command("train_commands", "compile_ahead", "Compile the kernels of training for a GPU that need not be there."),
     "check-equivalence": Command("train_commands", "check_equivalence", "Verify that several processes compute what one does."),
     "sweep": Command("train_commands", "sweep", "Try a grid of settings on validation classes, then test the best."),
     "study": Command("train_commands", "study", "Run the papers' ablations on one data set: `rankgrad study omniglot`."),
@@ -179,10 +179,12 @@ def _for_the_command_line(error: Exception) -> Exception:
     from rankgrad.detection.detection_recipe import DetectionRecipe
     from rankgrad.runs.recipe import settings_of
     from rankgrad.runs.retrieval_recipe import RetrievalRecipe
-    from rankgrad.train.errors import TrainingError, describe_out_of_memory, is_out_of_memory
+    from rankgrad.train import errors
 
-    if is_out_of_memory(error):
-        return TrainingError(describe_out_of_memory(error))
+    if errors.is_out_of_memory(error):
+        return errors.TrainingError(errors.describe_out_of_memory(error))
+    if errors.is_killed_worker(error):
+        return errors.TrainingError(errors.describe_killed_worker(error))
     text = in_flags(without_caller(str(error)), {**settings_of(RetrievalRecipe), **settings_of(DetectionRecipe)})
     # names of files and classes may hold anything
     text = "\n".join(map(printable, text.split("\n")))
@@ -195,10 +197,12 @@ def _is_for_the_user(error: Exception) -> bool:
     """Whether the message alone says what to do: wrong input, files, a run that cannot go on. Other errors are bugs."""
     if isinstance(error, (ValueError, OSError)):
         return True
-    from rankgrad.train.errors import TrainingError, is_out_of_memory
+    from rankgrad.train.errors import TrainingError, is_killed_worker, is_out_of_memory
     from rankgrad.train.processes import is_lost_process, launched
 
-    return isinstance(error, TrainingError) or is_out_of_memory(error) or (launched() and is_lost_process(error))
+    if isinstance(error, TrainingError) or is_out_of_memory(error) or is_killed_worker(error):
+        return True
+    return launched() and is_lost_process(error)
 
 
 def _version() -> str:

@@ -62,7 +62,7 @@ def train(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     _add_processes(parser, kind)
     _add_parallel(parser, kind)
     given = parser.parse(arguments)
-    changes = changed_settings(given, kind.recipe)
+    changes = _changes(given, kind)
     if given.resume and given.out:
         parser.error("--resume RUN and --out DIR both name the folder of the run: give one of them")
     recipe = None if given.resume else _chosen_recipe(parser, kind, given, changes)
@@ -143,7 +143,7 @@ def evaluate(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
         return launch(["eval", *without_flag(arguments, "--processes")], given.processes)
     run = RunFolder(given.run)
     with _join(given) as processes:
-        opened = task_of(run, _context(given, processes), changed_settings(given, kind.recipe))
+        opened = task_of(run, _context(given, processes), _changes(given, kind))
         evaluate_run(opened, run, splits=given.split, checkpoint=given.checkpoint, protocol=vars(given).get("protocol"))
         if processes.first:
             _write_detection_report(run, opened)
@@ -157,7 +157,7 @@ def plan(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
     kind = TASKS[task]
     parser = _recipe_parser(kind, "plan", "Measure a training step on this machine: time, memory, chunk size.", arguments)
     given = parser.parse(arguments)
-    recipe = _chosen_recipe(parser, kind, given, changed_settings(given, kind.recipe))
+    recipe = _chosen_recipe(parser, kind, given, _changes(given, kind))
     print(f"{recipe.name}: {recipe.what}\n{step_cost_of(kind.make(recipe, _context(given)))}")
     return 0
 
@@ -181,7 +181,7 @@ def compile_ahead(arguments: Sequence[str]) -> int:
         help="GPU to compile for: h100, a100, ... or its compute capability, such as 9.0; may be repeated",
     )
     given = parser.parse(arguments)
-    recipe = _chosen_recipe(parser, kind, given, changed_settings(given, kind.recipe))
+    recipe = _chosen_recipe(parser, kind, given, _changes(given, kind))
     assert isinstance(recipe, RetrievalRecipe)
     task = RetrievalTask(recipe, replace(_context(given), device=torch.device("cpu")))
     for gpu in given.gpu:
@@ -237,7 +237,7 @@ def study(arguments: Sequence[str], task: str = RETRIEVAL) -> int:
         kind.make(chosen.base, _context(given)),
         parse_seeds(given.seeds),
         folder,
-        changes=changed_settings(given, kind.recipe),
+        changes=_changes(given, kind),
         only=given.only,
         csv=given.csv,
         minutes=given.minutes,
@@ -264,7 +264,7 @@ def sweep(arguments: Sequence[str]) -> int:
     parser.add_argument("--metric", metavar="NAME", default="R@1", help="validation metric to compare [R@1]")
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the sweep [runs/sweep-RECIPE]")
     given = parser.parse(arguments)
-    recipe = _chosen_recipe(parser, kind, given, changed_settings(given, kind.recipe))
+    recipe = _chosen_recipe(parser, kind, given, _changes(given, kind))
     assert isinstance(recipe, RetrievalRecipe)
     folder = given.out or Path("runs") / f"sweep-{recipe.name}"
     grid, seeds = parse_grid(given.grid), parse_seeds(given.seeds)
@@ -295,7 +295,7 @@ def check_equivalence(arguments: Sequence[str]) -> int:
         parser.error("name a recipe, or your own images with --data; `rankgrad recipes` lists recipes")
     if given.images < given.processes:
         parser.error(f"--images must be at least the number of processes ({given.processes}), got {given.images}")
-    recipe = _chosen_recipe(parser, kind, given, changed_settings(given, kind.recipe))
+    recipe = _chosen_recipe(parser, kind, given, _changes(given, kind))
     assert isinstance(recipe, RetrievalRecipe)
     if _must_launch(given):
         return launch(["check-equivalence", *without_flag(arguments, "--processes")], given.processes)
@@ -408,6 +408,19 @@ def _context(given: argparse.Namespace, processes: Processes | None = None) -> R
     )
 
 
+def _changes(given: argparse.Namespace, kind: TaskKind) -> dict[str, Any]:
+    """The settings of the flags, with absolute paths: a run may be resumed or tested from another folder."""
+    changes = changed_settings(given, kind.recipe)
+    if is_text_folder(changes.get("trunk", "")):
+        changes["trunk"] = str(Path(changes["trunk"]).expanduser().resolve())
+    if changes.get("weights", "none") not in ("none", "default"):
+        changes["weights"] = str(Path(changes["weights"]).expanduser().resolve())
+    if changes.get("image_root"):
+        # links stay: absolute paths in the CSV file begin with what was typed
+        changes["image_root"] = str(Path(changes["image_root"]).expanduser().absolute())
+    return changes
+
+
 def _chosen_recipe(parser: Parser, kind: TaskKind, given: argparse.Namespace, changes: dict[str, Any]) -> Recipe:
     """The recipe that was named, or the default one, with the changes of the flags."""
     name = given.recipe or kind.default
@@ -416,12 +429,6 @@ def _chosen_recipe(parser: Parser, kind: TaskKind, given: argparse.Namespace, ch
     recipe = find(name, kind.recipe)
     if isinstance(recipe, RetrievalRecipe) and not given.recipe and "data_set" not in changes and given.data is not None:
         recipe = _recipe_for(given.data, recipe, changes)
-    if is_text_folder(changes.get("trunk", "")):
-        changes["trunk"] = str(Path(changes["trunk"]).expanduser().resolve())
-    weights = changes.get("weights")
-    if isinstance(weights, str) and weights not in ("none", "default"):
-        # a run may be resumed from another folder
-        changes["weights"] = str(Path(weights).expanduser().resolve())
     recipe = recipe.with_settings(changes)
     # what the command line says also holds for the debug version
     return recipe.debug_version(has_data=given.data is not None).with_settings(changes) if given.debug else recipe

@@ -21,7 +21,7 @@ class Entry:
     """The result of a finished run on one split.
 
     Attributes:
-        key: digest of its settings, see `key_of`.
+        key: digest of its settings and its data, see `key_of`.
         group: heading of its table.
         label: of its line there.
         changes: settings that make the line.
@@ -47,15 +47,21 @@ class Entry:
     problem: str = ""
 
 
-def key_of(recipe: Recipe, split: str) -> str:
-    """Digest of settings and split; the recipe's name does not count, nor where a file of weights is, but what is in it."""
+def key_of(recipe: Recipe, split: str, data: str = "") -> str:
+    """Digest of settings, split and data; the recipe's name does not count, nor where a file of weights is, but what is in it.
+
+    Args:
+        recipe: its settings.
+        split: what is tested on.
+        data: fingerprint of the data; without one, the key that ledgers had before data was part of it.
+    """
     # settings that came later and are as they were before leave the key of a finished run as it is
     settings = {name: value for name, value in recipe.settings().items() if (name, value) not in recipe.before_setting.items()}
     weights = Path(str(settings.get("weights", "")))
     if weights.is_file():
         state = weights.stat()
         settings["weights"] = _digest_of(weights, state.st_size, state.st_mtime_ns)
-    text = json.dumps({**settings, "split": split}, sort_keys=True)
+    text = json.dumps({**settings, "split": split, **({"data": data} if data else {})}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

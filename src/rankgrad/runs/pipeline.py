@@ -18,10 +18,10 @@ from rankgrad.runs.run_folder import DEBUG_NOTICE, UNTRAINED, RunFile, RunFolder
 from rankgrad.runs.task import VALIDATION, SplitResult, Task
 from rankgrad.runs.tester import TestedWeights, Tester, Which
 from rankgrad.runs.warm_up import BatchesAfter
-from rankgrad.train.journal import JOURNAL, entries
+from rankgrad.train.journal import JOURNAL, entries, jsonable
 from rankgrad.train.loop import Evaluator, fit
 from rankgrad.train.processes import Processes
-from rankgrad.train.resume import FitResult
+from rankgrad.train.resume import FitResult, is_of_another_run
 
 # of the time of training: what a test of the untrained network may take for it to be made without being asked for
 UNTRAINED_FRACTION = 0.1
@@ -236,6 +236,7 @@ def _train(
             device=context.device,
             resume=resume,
             identity=recipe.identity(),
+            identity_defaults=recipe.before_setting,
             description={"recipe": recipe.name, "task": task.name, "data": task.data_counts()},
             trackers=make_trackers(
                 folder.path,
@@ -279,7 +280,7 @@ def _is_cheap(task: Task, steps_per_epoch: int) -> bool:
 
 def _check_data(task: Task, folder: RunFolder, *, begun: bool) -> None:
     """Refuse to resume on other data than the run was started on; save what it is started on."""
-    if begun and folder.read_recipe(type(task.recipe)).identity() != task.recipe.identity():
+    if begun and task.context.processes.on_first(lambda: _is_of_another_run(task, folder)):
         # the training loop refuses to resume and names the settings; these may be why the data differs
         return
     now = task.data_identity()
@@ -291,7 +292,8 @@ def _check_data(task: Task, folder: RunFolder, *, begun: bool) -> None:
         found = [f"{split}: {'; '.join(phrases)}" for split, phrases in changes.items() if phrases]
         if found:
             raise ValueError(
-                f"the data has changed since {folder} was started ({'. '.join(found)}): restore it, or start a new run"
+                f"the data has changed since {folder} was started ({'. '.join(found)}): restore it, or start a new run "
+                "in another folder (--out DIR)"
             )
         return
     if begun:
@@ -299,6 +301,16 @@ def _check_data(task: Task, folder: RunFolder, *, begun: bool) -> None:
             f"{folder} was saved without fingerprints of its data, so it cannot be checked that the data is the same"
         )
     task.context.processes.on_first(lambda: folder.write_data_identity(now))
+
+
+def _is_of_another_run(task: Task, folder: RunFolder) -> bool:
+    """Whether the training loop will refuse the settings with which the run is to be resumed."""
+    recipe = task.recipe
+    if folder.read_recipe(type(recipe)).identity() == recipe.identity():
+        return False
+    # a process that was killed may have left other settings in recipe.json than those of its checkpoint
+    checkpoint, _ = folder.checkpoints.newest_good()
+    return checkpoint is not None and is_of_another_run(checkpoint, jsonable(recipe.identity()), recipe.before_setting)
 
 
 def _test(

@@ -1,5 +1,7 @@
 """The runs of a sweep or study: each is trained once, and what is finished is read from the ledger."""
 
+import hashlib
+import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,7 @@ from typing import Any, Literal
 from rankgrad.runs.ledger import Entry, Ledger, key_of
 from rankgrad.runs.pipeline import TrialResult, train_and_evaluate
 from rankgrad.runs.run_folder import RunFolder
-from rankgrad.runs.task import Task
+from rankgrad.runs.task import VALIDATION, Task
 from rankgrad.train.errors import NotFiniteError, TrainingError
 
 
@@ -74,8 +76,9 @@ class Trials:
             watched_metrics: metrics to save over the course of training, with their intervals at the end; () for none.
         """
         recipe = task.recipe
-        keys = {split: key_of(recipe, split) for split in splits}
-        known = [self.ledger.get(key) for key in keys.values()]
+        keys = {split: key_of(recipe, split, _data_of(task, split)) for split in splits}
+        older = RunFolder(self.folder / "runs" / (name or key_of(recipe, splits[0])))
+        known = [self.ledger.get(key) or self._older_entry(task, split, older) for split, key in keys.items()]
         if all(known):
             # the same settings may stand in several groups
             return [replace(entry, group=group, label=label, changes=dict(changes)) for entry in known if entry]
@@ -128,9 +131,32 @@ class Trials:
             shutil.rmtree(run.path / "checkpoints", ignore_errors=True)
         return entries
 
+    def _older_entry(self, task: Task, split: str, run: RunFolder) -> Entry | None:
+        """What the ledger has from before data was part of its keys; it counts unless the folder of its run says otherwise."""
+        entry = self.ledger.get(key_of(task.recipe, split))
+        if entry is None:
+            return None
+        before, now = run.read_data_identity(), task.data_identity()
+        if before is None:
+            task.context.note(
+                f"{self.ledger.path} has results that were saved without fingerprints of their data, so it cannot be checked "
+                "that the data is the same"
+            )
+            return entry
+        return entry if all(before[name] == found for name, found in now.items() if name in before) else None
+
     def _check_time(self, kind: tuple[str, ...]) -> None:
         used = time.perf_counter() - self._began
         if not self.starts:
             raise NotStartedError
         if self.minutes and used + self._seconds.get(kind, 0.0) > 60 * self.minutes:
             raise NotStartedError
+
+
+def _data_of(task: Task, split: str) -> str:
+    """Digest of the data that a result on a split depends on: two data sets may be trained with the same settings."""
+    found = {name: identity.fingerprint for name, identity in task.data_identity().items()}
+    if split not in (VALIDATION, *found):
+        # a split of another data set than the one that trains
+        found[split] = task.test_identity(split).data
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]

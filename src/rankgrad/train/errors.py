@@ -43,6 +43,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
+def is_killed_worker(error: BaseException) -> bool:
+    """Whether a process of a `DataLoader` has ended before its work was done, for which torch raises a plain RuntimeError."""
+    return isinstance(error, RuntimeError) and re.match(r"DataLoader worker \(pid", str(error)) is not None
+
+
+def describe_killed_worker(error: BaseException) -> str:
+    """One sentence about a process of a `DataLoader` that has ended, and what to do."""
+    # torch goes on with advice about its own arguments
+    told = re.sub(r"^DataLoader worker \(pid(\(s\))? ([^)]*)\) (is )?", r"process \2, ", str(error).strip())
+    first = told.partition(". ")[0].rstrip(".")
+    return f"a process that loads images has ended ({first}), most often for lack of memory: use fewer --workers"
+
+
 def describe_out_of_memory(error: BaseException) -> str:
     """One sentence about lack of memory and what to do."""
     wanted = re.search(r"tried to allocate (\d+) bytes", str(error))

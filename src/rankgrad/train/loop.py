@@ -19,7 +19,14 @@ from torch.utils.data import DataLoader
 from rankgrad._messages import Progress
 from rankgrad.data.seeds import derive
 from rankgrad.train.checkpoints import Checkpoint, CheckpointStore, folder_name
-from rankgrad.train.errors import LostProcessError, NotFiniteError, OutOfMemoryError, TrainingError
+from rankgrad.train.errors import (
+    LostProcessError,
+    NotFiniteError,
+    OutOfMemoryError,
+    TrainingError,
+    describe_killed_worker,
+    is_killed_worker,
+)
 from rankgrad.train.journal import JOURNAL, Journal, JsonLines, Tracker, jsonable, provenance
 from rankgrad.train.large_batch import Loss
 from rankgrad.train.loader_batches import as_batches
@@ -62,6 +69,7 @@ def fit(
     device: torch.device | str = "cpu",
     resume: bool = False,
     identity: Mapping[str, Any] | None = None,
+    identity_defaults: Mapping[str, Any] | None = None,
     description: Mapping[str, Any] | None = None,
     trackers: Sequence[Tracker] = (),
     resume_hint: str = "Continue with fit(..., resume=True).",
@@ -89,6 +97,7 @@ def fit(
         device: where to train.
         resume: continue from the last checkpoint, if there is one.
         identity: what else a resumed run must agree with, such as the settings of a recipe.
+        identity_defaults: values of names that an `identity` leaves out, such as settings that earlier versions did not have.
         description: what else the first journal entry says, such as the size of the data.
         trackers: get every journal entry, on the first process.
         resume_hint: printed when the run is stopped.
@@ -125,7 +134,16 @@ def fit(
         )
         stack.callback(step.release)
         training = _Training(
-            step, batches, store, dict(evaluators), select, dict(identity or {}), trackers, resume_hint, saves=checkpoints
+            step,
+            batches,
+            store,
+            dict(evaluators),
+            select,
+            dict(identity or {}),
+            dict(identity_defaults or {}),
+            trackers,
+            resume_hint,
+            saves=checkpoints,
         )
         return training.run(stack, resume, dict(description or {}))
 
@@ -144,6 +162,7 @@ class _Training:
         evaluators: dict[str, Evaluator],
         select: str | None,
         identity: dict[str, Any],
+        identity_defaults: dict[str, Any],
         trackers: Sequence[Tracker],
         resume_hint: str,
         *,
@@ -155,6 +174,7 @@ class _Training:
         self.evaluators, self.select, self.trackers, self.resume_hint = evaluators, select, trackers, resume_hint
         self.total = self.settings.total_steps(len(batches))
         self.identity = jsonable({**run_identity(step, len(batches), select), **identity})
+        self.identity_defaults = jsonable(identity_defaults)
         self.state = LoopState()
         self.journal = Journal([])
         self.stop_signal = StopSignal(grace=SIGNAL_GRACE if self.processes.size > 1 else 0.0)
@@ -166,7 +186,9 @@ class _Training:
         checkpoint, faults = find_checkpoint(self.store, self.processes, resume=resume)
         self._resumed = checkpoint is not None
         if checkpoint is not None:
-            self.state = restore(checkpoint, self.step, self.identity, steps_per_epoch=len(self.batches))
+            self.state = restore(
+                checkpoint, self.step, self.identity, steps_per_epoch=len(self.batches), defaults=self.identity_defaults
+            )
             self.processes.on_first(lambda: self.store.rewind_to(checkpoint.step, self.state.best))
         self.processes.on_first(self._open_journal)
         stack.callback(self.journal.close)
@@ -187,6 +209,9 @@ class _Training:
         except (TrainingError, ValueError) as error:
             raise self._log_error(error) from error.__cause__
         except RuntimeError as error:
+            if is_killed_worker(error):
+                told = f"{describe_killed_worker(error)}. The run stops; {self.store.describe_last()}. {self.resume_hint}"
+                raise self._log_error(TrainingError(told)) from error
             if self.processes.size == 1 or not is_lost_process(error):
                 raise
             raise self._log_error(self._lost_process(error)) from error

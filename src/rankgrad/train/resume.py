@@ -129,15 +129,30 @@ def find_checkpoint(store: CheckpointStore, processes: Processes, *, resume: boo
     return None, []
 
 
-def restore(checkpoint: Checkpoint, step: TrainStep, identity: Mapping[str, Any], *, steps_per_epoch: int) -> LoopState:
+def restore(
+    checkpoint: Checkpoint,
+    step: TrainStep,
+    identity: Mapping[str, Any],
+    *,
+    steps_per_epoch: int,
+    defaults: Mapping[str, Any],
+) -> LoopState:
     """Loads a checkpoint into `step` and its model, after checking that it belongs to this run.
+
+    Args:
+        checkpoint: to continue from.
+        step: gets its state.
+        identity: what the checkpoint must agree with.
+        steps_per_epoch: of this run.
+        defaults: values of names that an identity does not have, in the checkpoint or here.
 
     Raises:
         ValueError: it does not, or its state cannot be used.
     """
-    state = checkpoint.state()
+    state, changes_with_length = checkpoint.state(), step.changes_with_length()
     with _explain(checkpoint):
-        differences = step.settings.differences(state["settings"]) + _differences(state["identity"], identity)
+        differences = step.settings.differences(state["settings"], changes_with_length=changes_with_length)
+        differences += _differences(state["identity"], identity, defaults)
     if differences:
         longer = any(phrase.startswith(("epochs ", "steps ")) for phrase in differences)
         advice = "; to train it for longer, start a new run from its weights (--weights RUN)" if longer else ""
@@ -157,8 +172,16 @@ def restore(checkpoint: Checkpoint, step: TrainStep, identity: Mapping[str, Any]
     return position
 
 
-def _differences(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
-    # a name that the saved run does not have is a setting that its version did not have
+def is_of_another_run(checkpoint: Checkpoint, identity: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    """Whether `restore` will refuse the checkpoint, as far as a part of its identity tells."""
+    with _explain(checkpoint):
+        saved = {name: value for name, value in checkpoint.state()["identity"].items() if name in {**defaults, **identity}}
+    return bool(_differences(saved, identity, defaults))
+
+
+def _differences(saved: Mapping[str, Any], identity: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    saved, identity = {**defaults, **saved}, {**defaults, **identity}
+    # a name that the saved run still does not have is a setting that its version did not have
     return [
         f"{name} was {value!r} and is {identity.get(name)!r}"
         for name, value in sorted(saved.items())

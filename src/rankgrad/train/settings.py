@@ -151,15 +151,20 @@ class TrainSettings:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"epochs": self.epochs or 0}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
-    def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """Why a run started with the settings `saved` cannot be continued with these, one phrase per setting."""
+    def differences(self, saved: Mapping[str, Any], *, changes_with_length: bool = False) -> list[str]:
+        """Why a run started with the settings `saved` cannot be continued with these, one phrase per setting.
+
+        Args:
+            saved: from `as_dict`.
+            changes_with_length: whether something else than the learning rate follows a schedule over the whole run.
+        """
         differences = []
         for name, value in self.as_dict().items():
             before = saved.get(name)
             if name in MUTABLE_ON_RESUME or value == before:
                 continue
             # a longer run has the same first steps, unless its schedule depends on the length
-            lengthens = name in ("epochs", "steps") and self.schedule != "cosine"
+            lengthens = name in ("epochs", "steps") and self.schedule != "cosine" and not changes_with_length
             if lengthens and before is not None and (value == 0 or 0 < before < value):
                 continue
             differences.append(f"{name} was {before!r} and is {value!r}")

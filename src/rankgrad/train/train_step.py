@@ -178,10 +178,24 @@ class TrainStep:
 
     def _set_progress(self, done: float) -> None:
         """Tells the loss, and the losses inside it, how far training is, for schedules of their own."""
-        for module in self.loss.modules() if isinstance(self.loss, nn.Module) else ():
-            set_progress = getattr(module, "set_progress", None)
-            if callable(set_progress):
-                set_progress(done)
+        for module in self._told_progress():
+            module.set_progress(done)
+
+    def _told_progress(self) -> list[Any]:
+        modules = self.loss.modules() if isinstance(self.loss, nn.Module) else ()
+        return [module for module in modules if callable(getattr(module, "set_progress", None))]
+
+    def changes_with_length(self) -> bool:
+        """Whether the loss follows a schedule over the whole run, so that a longer run has other first steps."""
+        # every loss with a temperature is told the progress; only one with a tau_end is another one at the end
+        first, last = (self._settings_of_loss(done) for done in (0.0, 1.0))
+        return first != last
+
+    def _settings_of_loss(self, done: float) -> list[Any]:
+        """What the losses are like when this share of the steps is done; the next step sets them anew."""
+        self._set_progress(done)
+        # a loss that does not tell is assumed to change
+        return [getattr(module, "changing_settings", lambda: done)() for module in self._told_progress()]
 
     def flush(self) -> None:
         """Checks that all steps so far were finite; synchronises."""
