@@ -129,6 +129,8 @@ def test_an_interrupt_while_processes_start_ends_all_of_them(folder, tmp_path):
         "def interrupt():\n"
         "    forked.wait()\n"
         "    os.killpg(0, signal.SIGINT)\n"
+        # a job in the background of a shell inherits that SIGINT is ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         # with the mask of a thread that waits, or this one would take the signal of the process
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})\n"
         "threading.Thread(target=interrupt, daemon=True).start()\n"
