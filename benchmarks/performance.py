@@ -27,6 +27,8 @@ Figures:
     rate STAGE MODEL BATCH CUT        images per second; CUT is whole, auto or none
     share STAGE MODEL BATCH CUT       the same as a share of the bare loop
     million PRECISION                 seconds of a step on a million items
+    loss NAME FORMULATION N THREADS   a loss on a CPU, as measured last
+    evaluation N THREADS MACHINE      `rankgrad.evaluate` on the last CPU whose name begins so
     cars METRIC LABEL                 percent, the mean over seeds of a line of `rankgrad study cars`
     cars-published METRIC LABEL       likewise, of `rankgrad study cars-published`
     omniglot-losses METRIC LABEL      likewise, of `rankgrad study omniglot-losses`
@@ -165,6 +167,26 @@ def _last_rate(rows: Sequence[Row], stage: str, model: str, batch: str, cut: str
 def million_seconds(rows: Sequence[Row], precision: str) -> str:
     """Seconds of the last step."""
     return f"{float([row for row in rows if row['precision'] == precision][-1]['seconds']):.1f} s"
+
+
+def cpu_loss(rows: Sequence[Row], loss: str, formulation: str, n: str, threads: str) -> str:
+    """Time of the last row."""
+    wanted = (loss, formulation, n, threads)
+    found = [row for row in rows if (row["loss"], row["formulation"], row["N"], row["threads"]) == wanted]
+    if not found or not found[-1]["seconds"]:
+        raise ValueError(f"there is no measured row {formulation} of {loss} at {n} with {threads} threads")
+    return _seconds(1e3 * float(found[-1]["seconds"]))
+
+
+def evaluation_time(rows: Sequence[Row], n: str, threads: str, machine: str) -> str:
+    """Time of the last row on a machine."""
+    wanted = ("ours", n, threads)
+    found = [
+        row for row in rows if (row["formulation"], row["N"], row["threads"]) == wanted and row["machine"].startswith(machine)
+    ]
+    if not found:
+        raise ValueError(f"there is no measured evaluation of {n} items with {threads} threads on {machine}")
+    return _seconds(1e3 * float(found[-1]["seconds"]))
 
 
 def batch_sizes(rows: Sequence[Row]) -> str:
@@ -323,7 +345,8 @@ def million(rows: Sequence[Row]) -> str:
 
 
 def cpu(rows: Sequence[Row]) -> str:
-    """Every loss, size and way as it was measured last."""
+    """Every loss, size and way as it was measured last with one thread."""
+    rows = [row for row in rows if row["threads"] == "1"]
     names = list(dict.fromkeys(row["formulation"] for row in rows))
     found = {(row["loss"], int(row["N"]), row["formulation"]): row for row in rows}
     places = sorted({(list(LOSSES).index(loss), loss, n) for loss, n, _ in found})
@@ -393,6 +416,8 @@ FIGURES: dict[str, tuple[str, Callable[..., str]]] = {
     "rate": (f"training-rates-{GPU}", rate),
     "share": (f"training-rates-{GPU}", share),
     "million": (f"million-items-{GPU}", million_seconds),
+    "loss": ("losses-cpu", cpu_loss),
+    "evaluation": ("evaluation-cpu", evaluation_time),
     "cars": (f"cars-{GPU}", cars),
     "cars-published": (f"cars-published-{GPU}", cars),
     "omniglot-losses": (f"omniglot-losses-{GPU}", cars),

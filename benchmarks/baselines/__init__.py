@@ -1,10 +1,11 @@
 """The baselines that the losses are measured against: the best a user would write by hand, and published code.
 
-    dense       every comparison at once, eagerly, compiled, or query by query
-    chunked     row chunks, so that memory is bounded
-    sorts       RaMBO's ranks by sorting
-    libraries   pytorch-metric-learning
-    floors      no loss at all: what none in plain torch can do without on a CPU
+    dense            every comparison at once, eagerly, compiled, or query by query
+    chunked          row chunks, so that memory is bounded
+    sorts            RaMBO's ranks by sorting
+    libraries        pytorch-metric-learning
+    torch_products   rankgrad itself with torch's own matrix products
+    floors           no loss at all: what none in plain torch can do without on a CPU
 
 All take embeddings [N, d] and labels [N] of a class-balanced batch (`per_class` of every class, in any order), normalise the
 embeddings, and return the mean loss over the queries, with the settings of `benchmarks.presets`. They differ in how they get
@@ -20,7 +21,8 @@ from benchmarks.baselines.dense import compiled, dense_fast_ap, dense_recall_at_
 from benchmarks.baselines.floors import sigmoid_operators, symmetric_products
 from benchmarks.baselines.libraries import library_fast_ap, library_smooth_ap
 from benchmarks.baselines.sorts import sorted_rambo_ap, sorted_rambo_recall
-from benchmarks.presets import BINS
+from benchmarks.baselines.torch_products import with_torch_products
+from benchmarks.presets import BINS, PRESETS
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Baseline:
 
 SAMPLED_QUERIES = 128
 ONE_TILE = 2**20
+TORCH_PRODUCTS = "torch-products"
 PRODUCTS = "the matrix products alone, no loss"
 OPERATORS = "the matrix products and operators on tiles in the cache, no loss"
 
@@ -71,6 +74,7 @@ BASELINES = (
     Baseline("fast_ap", "pml", library_fast_ap, lambda n, p: (4 * (BINS + 1) + 7) * n * n),
     Baseline("rambo_recall", "sorted-rows", sorted_rambo_recall, lambda n, p: 12 * n * n),
     Baseline("rambo_ap", "sorted-rows", sorted_rambo_ap, lambda n, p: 12 * n * n),
+    *(Baseline(loss, TORCH_PRODUCTS, with_torch_products(loss), lambda n, p: 0) for loss in PRESETS),
 )
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import losses, presets
-from benchmarks.baselines import BASELINES, dense, dense_baseline, floors, libraries, sorts
+from benchmarks.baselines import BASELINES, dense, dense_baseline, floors, libraries, sorts, torch_products
 from benchmarks.csv_rows import append_csv, text_table
 from benchmarks.measure import Timing, peak_memory, share_of_others, timed_in_turns
 from benchmarks.synthetic import hard_batch
 from torch.nn.functional import normalize
+
+from rankgrad.ops import cpu_products
 
 CPU = torch.device("cpu")
 
@@ -101,6 +103,23 @@ def test_baselines_agree_with_the_definition(loss):
     baseline_value, baseline_gradient = value_and_gradient(baseline.function)
     torch.testing.assert_close(value, baseline_value, rtol=0, atol=1e-10)
     torch.testing.assert_close(gradient, baseline_gradient, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("loss", list(presets.PRESETS))
+def test_torch_multiplies_in_both_passes_where_rankgrad_would_not(loss, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cpu_products, "_is_faster", lambda: True)
+    monkeypatch.setattr(cpu_products, "_onednn", lambda left, right: asked.append(left) or left @ right.t())
+    # a batch in several tiles, with products that are not too small for oneDNN
+    batch = hard_batch(1_200, 32, 3)
+    by_onednn, by_torch = (
+        losses._value_and_gradient(function, batch, 3)
+        for function in (losses._ours(loss, "auto"), torch_products.with_torch_products(loss))
+    )
+    both = len(asked)
+    losses._value_and_gradient(torch_products.with_torch_products(loss), batch, 3)
+    assert len(asked) == both > 0
+    torch.testing.assert_close(by_torch, by_onednn)
 
 
 def test_the_marked_baseline_computes_something_else():

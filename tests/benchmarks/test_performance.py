@@ -8,7 +8,9 @@ from benchmarks import performance
 from benchmarks.performance import (
     PAGES,
     RESULTS,
+    cpu_loss,
     evaluation,
+    evaluation_time,
     filled,
     first_call,
     fits,
@@ -156,6 +158,18 @@ def test_evaluations_are_in_processor_time_and_say_why_there_is_none():
     lines = evaluation([row, other, two]).splitlines()
     assert [cell.strip() for cell in lines[2].split("|")[1:4]] == ["5,000", "410 ms, 48 MB", ""]
     assert "needs about 30 GB" in lines[3]
+
+
+def test_times_on_a_cpu_are_of_the_last_row_of_as_many_threads():
+    row = {"loss": "fast_ap", "formulation": "ours", "N": "4096", "threads": "2", "seconds": "0.3", "machine": "Intel(R) Xeon"}
+    rows = [row, row | {"seconds": "0.1034", "machine": "AMD EPYC"}, row | {"threads": "1", "seconds": "0.2"}]
+    assert cpu_loss(rows, "fast_ap", "ours", "4096", "2") == "103 ms"
+    assert evaluation_time(rows, "4096", "2", "Intel") == "300 ms"
+    assert evaluation_time(rows, "4096", "2", "AMD") == "103 ms"
+    with pytest.raises(ValueError, match="no measured row ours of fast_ap at 4096 with 3 threads"):
+        cpu_loss(rows, "fast_ap", "ours", "4096", "3")
+    with pytest.raises(ValueError, match="no measured evaluation of 4096 items with 1 threads on AMD"):
+        evaluation_time(rows, "4096", "1", "AMD")
 
 
 def test_check_says_whether_the_page_is_up_to_date(tmp_path, monkeypatch, capsys):
