@@ -171,7 +171,7 @@ def test_splits_of_the_candidates_take_limited_memory(precision, monkeypatch):
         found = loss(embeddings, labels)
     assert set(splits) == {1}
     loss.backend = "reference"
-    assert found == pytest.approx(loss(embeddings, labels).item(), rel=1e-3)
+    assert found.item() == pytest.approx(loss(embeddings, labels).item(), rel=1e-3)
 
 
 def test_few_queries_with_many_positives_do_not_cut_all_rows_into_tiles():
