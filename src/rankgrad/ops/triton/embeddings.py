@@ -33,6 +33,7 @@ from rankgrad.ops.triton.tiles import (
     COUNT_BOTH_TILES,
     COUNT_TILES,
     DESCRIBED_TILE,
+    SPLIT_BACKWARD_TILES,
     SPLIT_TILES,
     STORE_TILES,
     TILE,
@@ -236,7 +237,7 @@ class FusedEmbeddingScores:
         if root:
             args = [CountArgs(torch.exp2(of_group.thresholds / root), of_group.num_thresholds) for of_group in args]
         # A sum over the queries of a tile costs more than one over candidates and is worth it where a score is three products:
-        # RS@k of 65,536 items is counted in 20.5 and not 29.3 ms then, else in 14.8 and not 12.5, on an H200.
+        # RS@k of 65,536 items is counted in 20.3 and not 29.3 ms then, else in 14.8 and not 10.3, on an H200.
         both = self.symmetric and self.precision == "high"
         tile = tile_for(COUNT_BOTH_TILES, self.query_order.device) if both else self._tile(COUNT_TILES, SPLIT_TILES)
         sums = self._fused(ops, self._passes(groups), tile).count(args, both=both)
@@ -253,14 +254,14 @@ class FusedEmbeddingScores:
         return FusedScores(ops, passes, self.layout.lists, self._root(ops), *made, tile)
 
     def _stored(self, ops: Lowering[Any], passes: Passes) -> StoredScores:
-        by_descriptors = self.precision == "high" and takes_descriptors(self.query_order.device)
-        tile = DESCRIBED_TILE if by_descriptors else self._tile(STORE_TILES, SPLIT_TILES)
+        wide = self.precision == "high" and takes_descriptors(self.query_order.device)
+        tile = DESCRIBED_TILE if wide else self._tile(STORE_TILES, SPLIT_TILES)
         return StoredScores(ops, passes, self.layout.lists, *self._made(ops, tile), tile)
 
     def _made(self, ops: Lowering[Any], tile: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What makes scores: operands, by tensor descriptors where they are read three times, and constants."""
+        """What makes scores: operands, by tensor descriptors where a GPU has them, and constants."""
         operands: dict[str, Any] = self._operands(ops.score_scale)
-        by_descriptors = self.precision == "high" and takes_descriptors(self.query_order.device)
+        by_descriptors = takes_descriptors(self.query_order.device)
         if by_descriptors:
             operands = {**operands, **described(operands, tile)}
         return operands, {**self._constants, "DESCRIBED": by_descriptors}
@@ -334,7 +335,7 @@ class FusedEmbeddingScores:
     def _multiply_gradient(self, ops: Lowering[Any], args: Sequence[BackwardArgs], groups: Sequence[slice]) -> None:
         """Passes over the queries: the gradient of scores, then the library's products with that."""
         passes, stored = self._passes(groups), self.many_mode(ops) is not None
-        tile = tile_for(BACKWARD_TILES, self.query_order.device)
+        tile = self._tile(BACKWARD_TILES, SPLIT_BACKWARD_TILES)
         scores = self._stored(ops, passes) if stored else self._fused(ops, passes, tile)
         shape = (passes.parts, passes.rows, padded(self.num_candidates, TILE))
         memory = torch.empty(shape, dtype=torch.float16, device=self.query_order.device)

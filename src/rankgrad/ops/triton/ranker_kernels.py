@@ -134,7 +134,8 @@ def count_tile(
             else:
                 b_ahead, b_steep = _soft_step(b_x, b_t, MODE, DELTA, SLOPE, OFFSET, ROOT, ASM)
                 b_count = tl.sum(b_ahead, AXIS)
-                b_slope = tl.sum(b_steep, AXIS)
+                # a sum of squares takes one instruction less than one of slopes
+                b_slope = b_count - tl.sum(b_ahead * b_ahead, AXIS) if MODE == SIGMOID else tl.sum(b_steep, AXIS)
                 if ADD:
                     b_slope += tl.load(p_a + o_out, mask=m_v, other=0.0)
                 tl.store(p_a + o_out, b_slope, mask=m_v)

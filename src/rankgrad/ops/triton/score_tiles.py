@@ -63,22 +63,28 @@ def score_tile(
 
 @triton.jit
 def described_score_tile(
-    queries, candidates, row_bias, alpha, m_first, n_first,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    queries, candidates, row_bias, column_bias, alpha, m_first, n_first,
+    SPLIT: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """`score_tile` if SPLIT, to the last bit, of rows from m_first and n_first on that tensor descriptors bring.
+    """`score_tile`, to the last bit, of rows from m_first and n_first on that tensor descriptors bring.
 
-    Without addresses in registers there is space for a tile twice as wide.
+    Without addresses in registers there is space for a larger tile, or for one program more.
     """
+    b_bias = tl.load(row_bias + m_first + tl.arange(0, BM))[:, None]
     b_s = tl.zeros([BM, BN], tl.float32)
-    b_part = tl.zeros([BM, BN], tl.float32)
-    for k in range(0, 3 * D, BK):
-        k_q, k_c = split_step(k, D)
-        b_part = tl.dot(queries.load([m_first, k_q]), candidates.load([n_first, k_c]).T, b_part)
-        if ends_sum(k + BK, D):
-            b_s += b_part
-            b_part = tl.zeros([BM, BN], tl.float32)
-    return b_s * tl.load(alpha) + tl.load(row_bias + m_first + tl.arange(0, BM))[:, None]
+    if SPLIT:
+        b_part = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, 3 * D, BK):
+            k_q, k_c = split_step(k, D)
+            b_part = tl.dot(queries.load([m_first, k_q]), candidates.load([n_first, k_c]).T, b_part)
+            if ends_sum(k + BK, D):
+                b_s += b_part
+                b_part = tl.zeros([BM, BN], tl.float32)
+    else:
+        for k in range(0, D, BK):
+            b_s = tl.dot(queries.load([m_first, k]), candidates.load([n_first, k]).T, b_s)
+        b_bias += tl.load(column_bias + n_first + tl.arange(0, BN))[None, :]
+    return b_s * tl.load(alpha) + b_bias
 
 
 @triton.jit
@@ -156,7 +162,9 @@ def made_tile(
 ):  # fmt: skip
     """Scores of queries from m_first and candidates from n_first on. DESCRIBED: both are tensor descriptors."""
     if DESCRIBED:
-        b_s = described_score_tile(queries, candidates, row_bias, alpha, m_first, n_first, D, BM, BN, BK)
+        b_s = described_score_tile(
+            queries, candidates, row_bias, column_bias, alpha, m_first, n_first, SPLIT, D, BM, BN, BK
+        )  # fmt: skip
     else:
         o_m = m_first + tl.arange(0, BM)
         o_n = n_first + tl.arange(0, BN)

@@ -17,8 +17,8 @@ STEP = 64
 # Tiles and schedules, best first, found by timing on an H200: an entry holds the shared memory it needs. They are not tuned at
 # run time: to compile one more candidate takes longer than a training step gains from it in a thousand calls.
 Tiles: TypeAlias = Sequence[tuple[int, dict[str, int]]]
-COUNT_TILES: Tiles = (
-    (190_000, {"BM": TILE, "BN": WIDEST, "BK": 64, "num_warps": 8, "num_stages": 3}),
+COUNT_TILES: Tiles = (  # two programs for each multiprocessor of Hopper: one multiplies while the other compares
+    (200_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3}),
     (99_000, {"BM": TILE, "BN": TILE, "BK": 64, "num_warps": 8, "num_stages": 3}),
     (0, {"BM": TILE, "BN": TILE, "BK": 32, "num_warps": 8, "num_stages": 2}),
 )
@@ -40,6 +40,11 @@ STRIPE = 16
 # each multiprocessor, so that one multiplies while another compares, as many as `maxnreg` registers of a thread allow. A
 # program has the thresholds of one of PARTS of its columns at a time.
 BACKWARD_TILES: Tiles = (
+    (190_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 3, "PARTS": 2, "maxnreg": 168}),
+    (99_000, {"BM": TILE // 2, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3, "PARTS": 2}),
+    (0, {"BM": TILE // 2, "BN": TILE, "BK": 32, "num_warps": 4, "num_stages": 2, "PARTS": 2}),
+)
+SPLIT_BACKWARD_TILES: Tiles = (
     (190_000, {"BM": TILE // 2, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3, "PARTS": 2, "maxnreg": 168}),
     (99_000, {"BM": TILE // 2, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3, "PARTS": 2}),
     (0, {"BM": TILE // 2, "BN": TILE, "BK": 32, "num_warps": 4, "num_stages": 2, "PARTS": 2}),
