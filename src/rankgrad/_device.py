@@ -1,6 +1,7 @@
 """Memory of a device, autocast, which GPU is current and runs Triton's kernels, what disturbs a capture and what it leaves."""
 
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,6 +37,11 @@ def available_bytes(device: torch.device | str = "cpu") -> int | None:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     limits = [left for left in (_available_on_machine(), _available_in_container()) if left is not None]
     return min(limits, default=None)
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes that a GPU has; without limit for other devices."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else math.inf
 
 
 def _available_on_machine() -> int | None:

@@ -117,6 +117,49 @@ def test_a_capture_is_free_after_its_backward_pass_though_the_loss_is_held(kept,
         loss.backward()
 
 
+def test_memory_that_captures_keep_is_limited(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "Capture", OnCpu)
+    monkeypatch.setattr(cuda_graphs, "STALE", 10)
+    leaves = {rows: torch.ones(rows, 4, requires_grad=True) for rows in (100, 101, 102)}
+    # two of them are a twentieth of the memory
+    monkeypatch.setattr(cuda_graphs, "memory_of", lambda device: 20 * 2.5 * cuda_graphs.held_bytes(leaves[100]))
+    program = GraphProgram((1,), lambda labels: (labels, torch.zeros(1, dtype=torch.long)), lambda leaf, *_: (leaf.sum(),))
+    cache = GraphCache()
+
+    def call(rows):
+        """Whether it ran captured."""
+        found = cache.run("key", leaves[rows], (torch.zeros(1),), program)
+        if found is not None:
+            found[0].backward()
+        return found is not None
+
+    assert [call(rows) for rows in (100, 100, 101, 101)] == [False, True, False, True]
+    assert [call(102) for _ in range(3)] == [False] * 3, "there is no room, and the others are in use"
+    assert [call(rows) for rows in (100, 101)] == [True, True]
+    assert all(call(101) for _ in range(cuda_graphs.STALE))
+    assert call(102), "in the place of the first, which was not used for long"
+    assert [call(rows) for rows in (101, 102, 100)] == [True, True, False]
+
+
+def test_one_capture_has_room_however_small_the_gpu(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "Capture", OnCpu)
+    monkeypatch.setattr(cuda_graphs, "memory_of", lambda device: 1.0)
+    program = GraphProgram((1,), lambda labels: (labels, torch.zeros(1, dtype=torch.long)), lambda leaf, *_: (leaf.sum(),))
+    cache, leaf = GraphCache(), torch.ones(5, 4, requires_grad=True)
+    found = [cache.run("key", leaf, (torch.zeros(1),), program) for _ in range(3)]
+    assert [outputs is not None for outputs in found] == [False, True, False], "the second is pending when the third comes"
+    assert cuda_graphs.is_capturable(leaf)
+    assert cuda_graphs.is_capturable(torch.empty(cuda_graphs.MOST_ROWS, 4))
+    assert not cuda_graphs.is_capturable(torch.empty(cuda_graphs.MOST_ROWS + 1, 4))
+
+
+def test_large_batches_are_captured_where_they_are_a_small_share_of_the_memory(monkeypatch):
+    embeddings = torch.empty(65_536, 512)
+    for gigabytes, expected in ((24, False), (40, False), (80, True)):
+        monkeypatch.setattr(cuda_graphs, "memory_of", lambda device, gigabytes=gigabytes: gigabytes * 2.0**30)
+        assert cuda_graphs.is_capturable(embeddings) == expected
+
+
 @pytest.mark.usefixtures("streams")
 def test_what_has_begun_is_not_built_again_and_only_once():
     labels = torch.arange(4)

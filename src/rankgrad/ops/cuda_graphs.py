@@ -1,5 +1,8 @@
 """Losses as CUDA graphs: up to some 20,000 rows a loss is hundreds of short launches and the host is the bottleneck.
 
+The memory of a captured call stays with the loss. So larger batches are captured where that is a small share of a GPU's memory,
+and all captures of a loss have a limit.
+
 A capture holds static copies of the inputs and three graphs: raw inputs -> built relevance, embeddings or scores -> loss,
 incoming gradient -> gradient. The gradient of a scalar loss is only scaled by what arrives, so it is computed ahead of the
 backward pass, in the same graph as the loss: the host starts both at once. It is in float32, since in float16 what a loss scale
@@ -11,20 +14,26 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from rankgrad._device import forget_failed_capture, no_garbage_collection
+from rankgrad._device import forget_failed_capture, memory_of, no_garbage_collection
 from rankgrad.ops import relevance
 from rankgrad.ops.autograd import first_derivative_only, graph_is_kept
 from rankgrad.ops.loss_config import is_wide
 from rankgrad.ops.relevance import rounded_width
 
-# Rows of a batch up to which calls are captured. On an H200 a call of 4,096 rows took 9 ms without and 1 ms with graphs; of 13
-# ms for 16,400 rows with 99 positives the GPU worked 11; at 65,536 it is 39 against 36 ms, and the memory of a call, more than
-# 1 GB there, would stay with the loss.
+# Rows of a batch up to which calls are captured on every GPU. On an H200 a call of 4,096 rows took 9 ms without and 1 ms with
+# graphs, one of 16,384 8.6 and 2.5; of one of 65,536 the GPU works 27 ms, and without graphs it waits 3 ms for the host.
 MOST_ROWS = 20_000
+
+# Shares of a GPU's memory that a larger call may keep, and all captured calls of a loss together, the first one apart. Beyond
+# that captures make room that this many calls had no use for.
+ONE_CALL = 1 / 50
+ALL_CALLS = 1 / 20
+STALE = 1000
 
 Inputs = tuple[Tensor, ...]
 Widths = Sequence[int]
@@ -48,6 +57,17 @@ class GraphProgram:
         """Both steps, reading the widths in between. Compiles every kernel that a capture needs."""
         built, most = self.build(*inputs)
         return self.loss(_widened(leaf), built, _rounded(most))
+
+
+def is_capturable(leaf: Tensor) -> bool:
+    """Whether the batch is small enough, in rows or for its GPU."""
+    return len(leaf) <= MOST_ROWS or held_bytes(leaf) <= ONE_CALL * memory_of(leaf.device)
+
+
+def held_bytes(leaf: Tensor) -> int:
+    """About what a captured call keeps: 12 to 74 kB for an embedding of 128 to 2,048 dimensions."""
+    numbers = leaf.numel() * max(leaf.element_size(), torch.float32.itemsize)
+    return 8 * numbers + 8192 * len(leaf)
 
 
 def _widened(leaf: Tensor) -> Tensor:
@@ -83,6 +103,7 @@ class Capture:
 
     def __init__(self, leaf: Tensor, inputs: Inputs, widths: Widths, program: GraphProgram) -> None:
         self.widths = widths
+        self.last_call = 0
         self.stream = torch.cuda.current_stream()  # of the last call
         self.beside = torch.cuda.Stream()
         self.inputs = tuple(tensor.clone() for tensor in inputs)
@@ -213,6 +234,8 @@ class GraphCache:
     def __init__(self) -> None:
         self.free: dict[Any, list[Capture]] = {}
         self.refused: set[Any] = set()
+        self._captures: WeakSet[Capture] = WeakSet()  # free or in use
+        self._calls = 0
 
     def __reduce__(self) -> tuple[type["GraphCache"], tuple[()]]:
         return GraphCache, ()
@@ -241,11 +264,14 @@ class GraphCache:
         if free is None:
             self.free[shaped] = []
             return None
+        if not self._has_room(leaf):
+            return None
         capture = self._capture(leaf, inputs, program)  # all are in use, or classes grew
         if capture is None:
             self.refused.add(shaped)
             return None
-        capture.replay(leaf, inputs)
+        self._captures.add(capture)
+        self._replay(capture, leaf, inputs)
         return _Replay.apply(leaf, Lease(capture, free)), *capture.others
 
     def replay(self, key: Hashable, leaf: Tensor, inputs: Inputs) -> tuple[Tensor, ...] | None:
@@ -255,9 +281,22 @@ class GraphCache:
         if not free:
             return None
         capture = free.pop()
-        if _exceeds(capture.replay(leaf, inputs), capture.widths):
+        if _exceeds(self._replay(capture, leaf, inputs), capture.widths):
             return None
         return _Replay.apply(leaf, Lease(capture, free)), *capture.others
+
+    def _replay(self, capture: Capture, leaf: Tensor, inputs: Inputs) -> Widths:
+        self._calls += 1
+        capture.last_call = self._calls
+        return capture.replay(leaf, inputs)
+
+    def _has_room(self, leaf: Tensor) -> bool:
+        """Whether one more capture fits, if need be in the place of those that have not been used for long."""
+        most = ALL_CALLS * memory_of(leaf.device) - held_bytes(leaf)
+        if sum(held_bytes(capture.leaf) for capture in self._captures) > most:
+            for free in self.free.values():
+                free[:] = (capture for capture in free if self._calls - capture.last_call < STALE)
+        return not self._captures or sum(held_bytes(capture.leaf) for capture in self._captures) <= most
 
     def _find(self, shaped: Hashable) -> tuple[bool, list[Capture] | None]:
         """Whether a key has a hash, which the types of its parts do not tell, and its captures if there are any."""

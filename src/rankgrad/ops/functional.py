@@ -19,7 +19,7 @@ from rankgrad._gpu import has_gpu
 from rankgrad.ops import reference
 from rankgrad.ops.autograd import RankCall, RankOps, ScoreSource, rank_losses, reduced
 from rankgrad.ops.backends import lowering_for, resolve, resolve_precision
-from rankgrad.ops.cuda_graphs import MOST_ROWS, GraphCache, GraphProgram
+from rankgrad.ops.cuda_graphs import GraphCache, GraphProgram, is_capturable
 from rankgrad.ops.embedding_inputs import EmbeddingInputs, Mixture, prepared, scaled
 from rankgrad.ops.loss_config import LossConfig, LossOutput, Queries, Shares, is_wide
 from rankgrad.ops.masks import Mask, MaskRelevance
@@ -96,7 +96,7 @@ def embedding_losses(
 
     lowering = lowering_for(ranker, given_scores=False)
     source = EmbeddingSource.of(built, queries.device, precision, normalized=compute.normalize, ops=lowering)
-    will_capture = graphs is not None and capturable and len(queries) <= MOST_ROWS and _may_capture(queries, config)
+    will_capture = graphs is not None and capturable and is_capturable(queries) and _may_capture(queries, config)
     shape = queries.shape[1], candidates is None, shard is None, _wants_gradient(queries, candidates), will_capture
     return _run_compiled(
         frozenset((*shape, kind) for kind in source.kinds),
@@ -359,7 +359,7 @@ def _replayed(
     caller: str,
 ) -> LossOutput | None:
     """The loss of a small batch by CUDA graphs; None where it must run as usual."""
-    if len(embeddings) > MOST_ROWS or not _may_capture(embeddings, config) or launch_instead() is not None:
+    if not is_capturable(embeddings) or not _may_capture(embeddings, config) or launch_instead() is not None:
         return None
     key = (config, precision, relevance.settings, weights is None)
     inputs = relevance.to(embeddings.device).tensors
