@@ -16,7 +16,7 @@ from rankgrad.ops.triton.tiles import STRIPE, TILE
 
 # Programs that count at once, for several waves on a large GPU. Bytes of what they count for rows, split by split of the
 # candidates, and for columns, tile by tile of the rows.
-PROGRAMS = 1056
+PROGRAMS = 8448
 ROW_BYTES = 2**28
 COLUMN_BYTES = 2**26
 
