@@ -53,9 +53,11 @@ class RankLoss(CompilableLoss):
             float64), or "auto", which takes the kernels where they can run. A request that cannot be met raises.
         precision: of the kernels' scores: "high" (three float16 products, as good as float32), "fast" (one), or "auto":
             "fast" under autocast and for 16-bit embeddings, else "high". Other backends always compute in full precision.
-        cuda_graphs: replay a small batch on a GPU as CUDA graphs from its second call on: the host then starts three graphs
-            and not hundreds of kernels. Each shape keeps the memory of one call until `clear_graphs()`. Call that also after
-            changing an attribute of your own objective, which a captured call does not notice.
+        cuda_graphs: replay a batch on a GPU as CUDA graphs from the second call of its shape on: the host then starts three
+            graphs and not hundreds of kernels. That is for up to 20,000 rows, and for more where they take less than a
+            fiftieth of the GPU's memory. A shape keeps the memory of one call until `clear_graphs()`, several shapes a
+            twentieth of the GPU's. Call that also after changing an attribute of your own objective, which a captured call
+            does not notice.
         validate: check tensor contents too (finite embeddings and scores, relevance not negative), which synchronises.
         learn_tau: make the temperature of `Sigmoid` or `UpperBound` a parameter, beginning with the ranker's. Give the
             optimizer `loss.parameters()` too.
