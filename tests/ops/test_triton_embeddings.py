@@ -9,7 +9,7 @@ from torch import Tensor
 
 import rankgrad as rg
 from rankgrad._dry_run import launch_instead
-from rankgrad.ops import relevance
+from rankgrad.ops import cuda_graphs, relevance
 from rankgrad.ops.autograd import RankCall, rank_losses
 from rankgrad.ops.labels import IntervalRelevance, Labels
 from rankgrad.ops.soft_rankers import Sigmoid, UpperBound
@@ -404,6 +404,21 @@ def test_captured_calls_equal_plain_ones_also_when_two_are_pending():
             assert error(value.detach().double(), expected[0]) < 1e-6
             assert error(leaf.grad.double(), expected[1]) < 1e-4
         assert not captured._graphs.refused
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("precision", ["fast", "high"])
+@pytest.mark.parametrize("items", [9_000, 30_000])  # in class order by sorts, and beyond what every GPU captures
+def test_large_captured_calls_equal_plain_ones(items, precision, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "memory_of", lambda device: 2.0**40)
+    captured, plain = (rg.RecallAtKLoss(backend="triton", precision=precision, cuda_graphs=graphs) for graphs in (True, False))
+    for seed in range(3):  # as usual, captured, replayed
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.randperm(items, generator=generator) // 4  # of classes that do not outgrow the capture
+        example = torch.randn(items, 64, generator=generator).to(DEVICE), labels.to(DEVICE)
+        for found, wanted in zip(run(captured, *example), run(plain, *example), strict=True):
+            assert error(found, wanted) < 1e-6
+    assert sum(map(len, captured._graphs.free.values())) == 1
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
