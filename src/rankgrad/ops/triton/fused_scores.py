@@ -14,8 +14,9 @@ from rankgrad.ops.triton.operands import padded
 from rankgrad.ops.triton.passes import Passes
 from rankgrad.ops.triton.tiles import STRIPE, TILE
 
-# Programs that count at once, for several waves on a large GPU. Bytes of what they count for rows, split by split of the
-# candidates, and for columns, tile by tile of the rows.
+# Programs of a count: so many that the last wave of a large GPU is a small part of them all. With 1,056 RS@k of 16,384 items in
+# "high" took 4.75 and not 4.51 ms on an H200, of 65,536 61.6 and not 60.2; in "fast" it makes no difference. Bytes of what they
+# count for rows, split by split of the candidates, and for columns, tile by tile of the rows.
 PROGRAMS = 8448
 ROW_BYTES = 2**28
 COLUMN_BYTES = 2**26
