@@ -468,6 +468,15 @@ class TestResuming:
         with pytest.raises(ValueError, match=rf"was started differently \(.*{difference}.*\): resume with the settings"):
             train(tmp_path, changed(**settings), **{"identity": {"data": "sop"}, **options}, resume=True)
 
+    def test_groups_are_told_where_no_setting_tells(self, tmp_path):
+        train(tmp_path)
+        with pytest.raises(ValueError, match=r"started differently \(lr was 0\.01 and is 0\.02\): resume"):
+            train(tmp_path, changed(lr=2e-2), resume=True)
+        model, told = network(), r"\(parameter groups were 4 tensors \(lr 0\.01, weight decay 0\) and are 1 tensor \(lr 0\.5"
+        groups = [{"params": [p], "lr": 0.5} for p in model.parameters()]
+        with pytest.raises(ValueError, match=told):
+            train(tmp_path, model=model, param_groups=groups, resume=True)
+
     def test_a_stretched_cosine_is_another_run(self, tmp_path):
         train(tmp_path, changed(schedule="cosine"))
         with pytest.raises(ValueError, match="epochs was 2 and is 3"):

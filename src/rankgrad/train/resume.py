@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,9 @@ class LoopState:
             )
 
 
+GROUPS = "parameter groups"
+
+
 @dataclass(frozen=True)
 class FitResult:
     """How a run ended.
@@ -152,7 +155,9 @@ def restore(
     state, changes_with_length = checkpoint.state(), step.changes_with_length()
     with _explain(checkpoint):
         differences = step.settings.differences(state["settings"], changes_with_length=changes_with_length)
-        differences += _differences(state["identity"], identity, defaults)
+        others = _differences(state["identity"], identity, defaults)
+        # the optimizer's groups follow from settings, which say more
+        differences += [phrase for phrase in others if not (differences and phrase.startswith(GROUPS))]
     if differences:
         longer = any(phrase.startswith(("epochs ", "steps ")) for phrase in differences)
         advice = "; to train it for longer, start a new run from its weights (--weights RUN)" if longer else ""
@@ -183,10 +188,21 @@ def _differences(saved: Mapping[str, Any], identity: Mapping[str, Any], defaults
     saved, identity = {**defaults, **saved}, {**defaults, **identity}
     # a name that the saved run still does not have is a setting that its version did not have
     return [
-        f"{name} was {value!r} and is {identity.get(name)!r}"
+        f"{GROUPS} were {_described(value)} and are {_described(identity[name])}"
+        if name == "groups" and name in identity
+        else f"{name} was {value!r} and is {identity.get(name)!r}"
         for name, value in sorted(saved.items())
         if value != identity.get(name)
     ]
+
+
+def _described(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Parameter groups of an identity, as a sentence has them."""
+    return ", ".join(
+        f"{group['tensors']} tensor{'s' * (group['tensors'] != 1)} (lr {group['initial_lr']:g}, "
+        f"weight decay {group.get('weight_decay', 0):g})"
+        for group in groups
+    )
 
 
 @contextlib.contextmanager
