@@ -63,6 +63,7 @@ def run(tmp_path_factory, encoder, texts):
 
 def test_training_changes_the_encoder_and_is_journaled(run, encoder):
     model, plain = rg.load(run, "cpu"), build_text_trunk(str(encoder), pretrained=True)
+    assert "texts, " in repr(model)
     after, before = model.model.trunk.state_dict(), plain.body.state_dict()
     assert set(after) == set(before)
     assert any(not torch.equal(after[name], before[name]) for name in after)

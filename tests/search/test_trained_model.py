@@ -1,6 +1,7 @@
 """A run in use from Python: everything that `embed` and `search` take, and what they refuse."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -35,6 +36,13 @@ def test_five_lines(run_folder, data, gallery, paths):
     assert hits[0].score >= hits[1].score >= hits[2].score
     assert model.preprocess(paths[7]).shape == (3, 32, 32)
     assert model.model(model.preprocess(paths[7])[None]).shape == (1, 16)
+
+
+def test_a_model_is_shown_in_one_line(trained, run_folder):
+    assert re.fullmatch(
+        rf"TrainedModel\({str(run_folder)!r}: convnet, images of 32 pixels, 16 dimensions, last checkpoint, step \d+, cpu\)",
+        repr(trained),
+    )
 
 
 def test_one_image_in_every_form(trained, gallery, paths):

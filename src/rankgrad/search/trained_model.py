@@ -50,7 +50,7 @@ class Hit:
     text: str = ""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TrainedModel:
     """The model of a run, with the preprocessing that it was evaluated with.
 
@@ -84,6 +84,12 @@ class TrainedModel:
     fingerprint: str
     debug: bool = False
     tokenizer: TextTokenizer | None = None
+
+    def __repr__(self) -> str:
+        """In one line: a network is hundreds of them."""
+        seen = f"images of {self.preprocess.size} pixels" if self.tokenizer is None else "texts"
+        network = f"{self.recipe.trunk}, {seen}, {self.dim} dimensions"
+        return f"TrainedModel({str(self.folder)!r}: {network}, {self.checkpoint} checkpoint, step {self.step}, {self.device})"
 
     @property
     def dim(self) -> int:
