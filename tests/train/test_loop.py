@@ -477,6 +477,13 @@ class TestResuming:
         with pytest.raises(ValueError, match=told):
             train(tmp_path, model=model, param_groups=groups, resume=True)
 
+    def test_a_warm_up_that_was_cut_is_that_of_another_run(self, tmp_path):
+        train(tmp_path, changed(epochs=1, warmup_epochs=1.0))
+        with pytest.raises(ValueError, match="epochs was 1 and is 2"):
+            train(tmp_path, changed(epochs=2, warmup_epochs=1.0), resume=True)
+        train(tmp_path / "whole", changed(epochs=2, warmup_epochs=1.0))
+        train(tmp_path / "whole", changed(epochs=3, warmup_epochs=1.0), resume=True)
+
     def test_a_stretched_cosine_is_another_run(self, tmp_path):
         train(tmp_path, changed(schedule="cosine"))
         with pytest.raises(ValueError, match="epochs was 2 and is 3"):

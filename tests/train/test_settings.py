@@ -21,6 +21,9 @@ PER_EPOCH = 7
         ({"steps": 30, "schedule": "cosine"}, lambda s: 0.5 + 0.5 * math.cos(math.pi * s / 30)),
         ({"epochs": 5, "warmup_steps": 4}, lambda s: min(1, (s + 1) / 4)),
         ({"epochs": 5, "warmup_epochs": 0.5}, lambda s: min(1, (s + 1) / 4)),
+        ({"epochs": 1, "warmup_epochs": 1.0}, lambda s: min(1, (s + 1) / 3)),
+        ({"epochs": 1, "steps": 4, "warmup_epochs": 6.0}, lambda s: min(1, (s + 1) / 2)),
+        ({"epochs": 1, "steps": 1, "warmup_epochs": 1.0}, lambda s: 1.0),
         (
             {"epochs": 5, "steps": 24, "schedule": "cosine", "warmup_steps": 4},
             lambda s: (s + 1) / 4 if s < 4 else 0.5 + 0.5 * math.cos(math.pi * (s - 4) / 20),

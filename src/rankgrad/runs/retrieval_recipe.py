@@ -203,7 +203,10 @@ class RetrievalRecipe(Recipe):
     decay_norms: bool = setting(True, "apply weight decay to norms and biases too", group="optimisation")
     decay_gem: bool = setting(False, "apply weight decay to GeM's exponent too", group="optimisation")
     warmup: float = setting(
-        0.0, "epochs over which the learning rate rises to lr, in place of warmup_steps", group="optimisation", least=0.0
+        0.0,
+        "epochs over which the learning rate rises to lr, in place of warmup_steps; half of a run that is no longer",
+        group="optimisation",
+        least=0.0,
     )
     compile: bool = setting(False, "torch.compile the network", group="optimisation")
     cuda_graphs: bool = setting(True, "replay the network as CUDA graphs on a GPU", group="optimisation")

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,9 @@ def restore(
     """
     state, changes_with_length = checkpoint.state(), step.changes_with_length()
     with _explain(checkpoint):
+        shorter = replace(step.settings, **{name: state["settings"][name] for name in ("epochs", "steps")})
+        warmups = (settings.total_warmup_steps(steps_per_epoch) for settings in (shorter, step.settings))
+        changes_with_length = changes_with_length or len(set(warmups)) > 1  # that of the shorter run was cut
         differences = step.settings.differences(state["settings"], changes_with_length=changes_with_length)
         others = _differences(state["identity"], identity, defaults)
         # the optimizer's groups follow from settings, which say more

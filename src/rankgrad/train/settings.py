@@ -52,7 +52,7 @@ class TrainSettings:
         milestones: epochs at which "step" multiplies.
         gamma: the factor of "step" and "exponential".
         warmup_steps: steps over which all learning rates grow linearly from 0.
-        warmup_epochs: the same in epochs, fractions allowed; one of the two.
+        warmup_epochs: the same in epochs, fractions allowed; one of the two. Half of a run that is no longer than that.
         clip: largest gradient norm over all parameters, 0 for no clipping.
         precision: "float32", or autocast to "bf16" or "fp16" (the latter with a scaled loss).
         compile: compile the model with `torch.compile`.
@@ -145,6 +145,19 @@ class TrainSettings:
         """Optimizer steps of the whole run."""
         limits = [limit for limit in (self.steps, (self.epochs or 0) * steps_per_epoch) if limit]
         return min(limits, default=0)
+
+    def total_warmup_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps over which learning rates grow."""
+        warmup = self.warmup_steps or round(self.warmup_epochs * steps_per_epoch)
+        total = self.total_steps(steps_per_epoch)
+        if not total or warmup < total:
+            return warmup
+        if self.warmup_steps:
+            raise ValueError(
+                f"fit: warm-up must be shorter than the run of {total} steps, got {warmup} steps: lower warmup_steps or train "
+                "for longer"
+            )
+        return total // 2
 
     def as_dict(self) -> dict[str, Any]:
         """All fields in JSON types: tuples become lists."""

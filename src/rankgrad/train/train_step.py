@@ -335,10 +335,7 @@ def schedule(settings: TrainSettings, steps_per_epoch: int) -> Factor:
     "step" and "exponential" change between epochs; "cosine" falls from 1 after warm-up to 0 at the end of the run. During
     warm-up, step s of w is multiplied by (s + 1) / w.
     """
-    warmup = settings.warmup_steps or round(settings.warmup_epochs * steps_per_epoch)
-    total = settings.total_steps(steps_per_epoch)
-    if warmup >= total and warmup and total:
-        raise ValueError(f"fit: warm-up must be shorter than the run of {total} steps, got {warmup} steps")
+    warmup, total = settings.total_warmup_steps(steps_per_epoch), settings.total_steps(steps_per_epoch)
 
     def shape(step: int) -> float:
         epoch = step // steps_per_epoch
