@@ -481,6 +481,10 @@ class TestResuming:
         train(tmp_path, changed(epochs=1, warmup_epochs=1.0))
         with pytest.raises(ValueError, match="epochs was 1 and is 2"):
             train(tmp_path, changed(epochs=2, warmup_epochs=1.0), resume=True)
+        with pytest.raises(
+            ValueError, match=r"\(epochs was 1 and is 4; warmup_steps was 0 and is 9; warmup_epochs was 1.0 and is 0.0\)"
+        ):
+            train(tmp_path, changed(epochs=4, warmup_steps=9), resume=True)
         train(tmp_path / "whole", changed(epochs=2, warmup_epochs=1.0))
         train(tmp_path / "whole", changed(epochs=3, warmup_epochs=1.0), resume=True)
 

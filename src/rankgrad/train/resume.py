@@ -154,9 +154,10 @@ def restore(
     """
     state, changes_with_length = checkpoint.state(), step.changes_with_length()
     with _explain(checkpoint):
-        shorter = replace(step.settings, **{name: state["settings"][name] for name in ("epochs", "steps")})
-        warmups = (settings.total_warmup_steps(steps_per_epoch) for settings in (shorter, step.settings))
-        changes_with_length = changes_with_length or len(set(warmups)) > 1  # that of the shorter run was cut
+        names = {"epochs", "steps", "warmup_steps", "warmup_epochs"} & state["settings"].keys()
+        before = replace(step.settings, **{name: state["settings"][name] for name in names})
+        warmups = (settings.total_warmup_steps(steps_per_epoch) for settings in (before, step.settings))
+        changes_with_length = changes_with_length or len(set(warmups)) > 1  # that of a shorter run may have been cut
         differences = step.settings.differences(state["settings"], changes_with_length=changes_with_length)
         others = _differences(state["identity"], identity, defaults)
         # the optimizer's groups follow from settings, which say more
