@@ -122,8 +122,11 @@ def test_memory_that_captures_keep_is_limited(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "STALE", 10)
     leaves = {rows: torch.ones(rows, 4, requires_grad=True) for rows in (100, 101, 102)}
     # two of them are a twentieth of the memory
-    monkeypatch.setattr(cuda_graphs, "memory_of", lambda device: 20 * 2.5 * cuda_graphs.held_bytes(leaves[100]))
-    program = GraphProgram((1,), lambda labels: (labels, torch.zeros(1, dtype=torch.long)), lambda leaf, *_: (leaf.sum(),))
+    one_of_them = cuda_graphs.held_bytes(leaves[100], row_bytes=50)
+    monkeypatch.setattr(cuda_graphs, "memory_of", lambda device: 20 * 2.5 * one_of_them)
+    program = GraphProgram(
+        (1,), lambda labels: (labels, torch.zeros(1, dtype=torch.long)), lambda leaf, *_: (leaf.sum(),), row_bytes=50
+    )
     cache = GraphCache()
 
     def call(rows):
@@ -151,6 +154,17 @@ def test_one_capture_has_room_however_small_the_gpu(monkeypatch):
     assert cuda_graphs.is_capturable(leaf)
     assert cuda_graphs.is_capturable(torch.empty(cuda_graphs.MOST_ROWS, 4))
     assert not cuda_graphs.is_capturable(torch.empty(cuda_graphs.MOST_ROWS + 1, 4))
+
+
+def test_long_lists_of_two_lengths_have_room(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "Capture", OnCpu)
+    monkeypatch.setattr(cuda_graphs, "memory_of", lambda device: 24 * 2.0**30)
+    program = GraphProgram((1,), lambda mask: (mask, torch.zeros(1, dtype=torch.long)), lambda leaf, *_: (leaf.sum(),))
+    cache = GraphCache()
+    for length in (100_000, 1_000_000):
+        scores, mask = torch.ones(length, requires_grad=True), torch.ones(length, dtype=torch.bool)
+        assert cache.run("key", scores, (mask,), program) is None
+        assert cache.run("key", scores, (mask,), program) is not None
 
 
 def test_large_batches_are_captured_where_they_are_a_small_share_of_the_memory(monkeypatch):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ MOST_ROWS = 20_000
 
 # Shares of a GPU's memory that a larger call may keep, and all captured calls of a loss together, the first one apart. Beyond
 # that captures make room that this many calls had no use for.
+EMBEDDING_BYTES = 8192  # of the gradient of some thousand rows of scores, for each column
 ONE_CALL = 1 / 50
 ALL_CALLS = 1 / 20
 STALE = 1000
@@ -47,11 +48,13 @@ class GraphProgram:
     build: from raw inputs (labels, a mask) to anything, and to [K] the most positives of a query in each structure.
     loss: from the tensor that gets a gradient, what `build` returned, and K widths of at least these numbers, to the loss
         and further outputs.
+    row_bytes: about what stays with a capture for each row of that tensor, whatever its width.
     """
 
     num_queries: Sequence[int]
     build: Callable[..., tuple[Any, Tensor]]
     loss: Callable[[Tensor, Any, Widths], tuple[Tensor, ...]]
+    row_bytes: int = 0
 
     def run(self, leaf: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
         """Both steps, reading the widths in between. Compiles every kernel that a capture needs."""
@@ -59,15 +62,17 @@ class GraphProgram:
         return self.loss(_widened(leaf), built, _rounded(most))
 
 
-def is_capturable(leaf: Tensor) -> bool:
+def is_capturable(embeddings: Tensor) -> bool:
     """Whether the batch is small enough, in rows or for its GPU."""
-    return len(leaf) <= MOST_ROWS or held_bytes(leaf) <= ONE_CALL * memory_of(leaf.device)
+    if len(embeddings) <= MOST_ROWS:
+        return True
+    return held_bytes(embeddings, row_bytes=EMBEDDING_BYTES) <= ONE_CALL * memory_of(embeddings.device)
 
 
-def held_bytes(leaf: Tensor) -> int:
-    """About what a captured call keeps: 12 to 74 kB for an embedding of 128 to 2,048 dimensions."""
+def held_bytes(leaf: Tensor, inputs: Inputs = (), *, row_bytes: int) -> int:
+    """About what stays with a captured call: 12 to 74 kB for an embedding of 128 to 2,048 dimensions."""
     numbers = leaf.numel() * max(leaf.element_size(), torch.float32.itemsize)
-    return 8 * numbers + 8192 * len(leaf)
+    return 8 * (numbers + sum(tensor.nbytes for tensor in inputs)) + row_bytes * len(leaf)
 
 
 def _widened(leaf: Tensor) -> Tensor:
@@ -234,7 +239,7 @@ class GraphCache:
     def __init__(self) -> None:
         self.free: dict[Any, list[Capture]] = {}
         self.refused: set[Any] = set()
-        self._captures: WeakSet[Capture] = WeakSet()  # free or in use
+        self._held: WeakKeyDictionary[Capture, int] = WeakKeyDictionary()  # bytes of those that are free or in use
         self._calls = 0
 
     def __reduce__(self) -> tuple[type["GraphCache"], tuple[()]]:
@@ -264,13 +269,14 @@ class GraphCache:
         if free is None:
             self.free[shaped] = []
             return None
-        if not self._has_room(leaf):
+        needed = held_bytes(leaf, inputs, row_bytes=program.row_bytes)
+        if not self._has_room(needed, memory_of(leaf.device)):
             return None
         capture = self._capture(leaf, inputs, program)  # all are in use, or classes grew
         if capture is None:
             self.refused.add(shaped)
             return None
-        self._captures.add(capture)
+        self._held[capture] = needed
         self._replay(capture, leaf, inputs)
         return _Replay.apply(leaf, Lease(capture, free)), *capture.others
 
@@ -290,13 +296,13 @@ class GraphCache:
         capture.last_call = self._calls
         return capture.replay(leaf, inputs)
 
-    def _has_room(self, leaf: Tensor) -> bool:
+    def _has_room(self, needed: int, memory: float) -> bool:
         """Whether one more capture fits, if need be in the place of those that have not been used for long."""
-        most = ALL_CALLS * memory_of(leaf.device) - held_bytes(leaf)
-        if sum(held_bytes(capture.leaf) for capture in self._captures) > most:
+        most = ALL_CALLS * memory - needed
+        if sum(self._held.values()) > most:
             for free in self.free.values():
                 free[:] = (capture for capture in free if self._calls - capture.last_call < STALE)
-        return not self._captures or sum(held_bytes(capture.leaf) for capture in self._captures) <= most
+        return not self._held or sum(self._held.values()) <= most
 
     def _find(self, shaped: Hashable) -> tuple[bool, list[Capture] | None]:
         """Whether a key has a hash, which the types of its parts do not tell, and its captures if there are any."""

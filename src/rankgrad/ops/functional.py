@@ -19,7 +19,7 @@ from rankgrad._gpu import has_gpu
 from rankgrad.ops import reference
 from rankgrad.ops.autograd import RankCall, RankOps, ScoreSource, rank_losses, reduced
 from rankgrad.ops.backends import lowering_for, resolve, resolve_precision
-from rankgrad.ops.cuda_graphs import GraphCache, GraphProgram, is_capturable
+from rankgrad.ops.cuda_graphs import EMBEDDING_BYTES, GraphCache, GraphProgram, is_capturable
 from rankgrad.ops.embedding_inputs import EmbeddingInputs, Mixture, prepared, scaled
 from rankgrad.ops.loss_config import LossConfig, LossOutput, Queries, Shares, is_wide
 from rankgrad.ops.masks import Mask, MaskRelevance
@@ -396,4 +396,4 @@ def _embedding_program(
         rows = prepared(leaf, config.compute, "triton")
         return _run(source, ops, config, in_mean, (rows,), caller="", shares=shares)
 
-    return GraphProgram((len(embeddings),) * 2, build, loss)
+    return GraphProgram((len(embeddings),) * 2, build, loss, row_bytes=EMBEDDING_BYTES)

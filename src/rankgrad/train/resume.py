@@ -79,9 +79,6 @@ class LoopState:
             )
 
 
-GROUPS = "parameter groups"
-
-
 @dataclass(frozen=True)
 class FitResult:
     """How a run ended.
@@ -159,9 +156,10 @@ def restore(
         warmups = (settings.total_warmup_steps(steps_per_epoch) for settings in (before, step.settings))
         changes_with_length = changes_with_length or len(set(warmups)) > 1  # that of a shorter run may have been cut
         differences = step.settings.differences(state["settings"], changes_with_length=changes_with_length)
-        others = _differences(state["identity"], identity, defaults)
-        # the optimizer's groups follow from settings, which say more
-        differences += [phrase for phrase in others if not (differences and phrase.startswith(GROUPS))]
+        # parameter groups follow from settings, which say more
+        implied = {"groups"} if differences else set()
+        saved, now = ({k: v for k, v in found.items() if k not in implied} for found in (state["identity"], identity))
+        differences += _differences(saved, now, defaults)
     if differences:
         longer = any(phrase.startswith(("epochs ", "steps ")) for phrase in differences)
         advice = "; to train it for longer, start a new run from its weights (--weights RUN)" if longer else ""
@@ -192,7 +190,7 @@ def _differences(saved: Mapping[str, Any], identity: Mapping[str, Any], defaults
     saved, identity = {**defaults, **saved}, {**defaults, **identity}
     # a name that the saved run still does not have is a setting that its version did not have
     return [
-        f"{GROUPS} were {_described(value)} and are {_described(identity[name])}"
+        f"parameter groups were {_described(value)} and are {_described(identity[name])}"
         if name == "groups" and name in identity
         else f"{name} was {value!r} and is {identity.get(name)!r}"
         for name, value in sorted(saved.items())

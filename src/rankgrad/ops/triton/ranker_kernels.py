@@ -134,7 +134,8 @@ def count_tile(
             else:
                 b_ahead, b_steep = _soft_step(b_x, b_t, MODE, DELTA, SLOPE, OFFSET, ROOT, ASM)
                 b_count = tl.sum(b_ahead, AXIS)
-                # a sum of squares takes one instruction less than one of slopes
+                # A sum of squares takes one instruction less than one of slopes. Its error is that of a count: of candidates
+                # far ahead, which have none, a slope of 1e-7 each may be left.
                 b_slope = b_count - tl.sum(b_ahead * b_ahead, AXIS) if MODE == SIGMOID else tl.sum(b_steep, AXIS)
                 if ADD:
                     b_slope += tl.load(p_a + o_out, mask=m_v, other=0.0)

@@ -46,8 +46,7 @@ BACKWARD_TILES: Tiles = (
 )
 SPLIT_BACKWARD_TILES: Tiles = (
     (190_000, {"BM": TILE // 2, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3, "PARTS": 2, "maxnreg": 168}),
-    (99_000, {"BM": TILE // 2, "BN": TILE, "BK": 64, "num_warps": 4, "num_stages": 3, "PARTS": 2}),
-    (0, {"BM": TILE // 2, "BN": TILE, "BK": 32, "num_warps": 4, "num_stages": 2, "PARTS": 2}),
+    *BACKWARD_TILES[1:],
 )
 COUNT_BOTH_TILES: Tiles = (
     (190_000, {"BM": TILE, "BN": TILE // 2, "BK": 64, "num_warps": 4, "num_stages": 3, "PARTS": 2, "maxnreg": 168}),
